@@ -145,30 +145,6 @@ class TestTheBudget:
         assert len(bucket.rows) <= CAPACITY_ROWS - WINDOW_ROWS
         assert bucket.record.nbytes <= (len(bucket.rows) + bucket.record.windows * WINDOW_ROWS) * ROW
 
-    def test_a_new_mover_uploads_as_soon_as_it_is_counted(self) -> None:
-        """Without another listing."""
-        bucket = Bucket()
-        one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        assert one.store(name_of(1)) == 0
-        one.steps()
-        assert one.store(name_of(1)) == 1
-        two.steps()
-        assert two.store(name_of(2)) == 0
-        one.steps()
-        two.steps()
-        assert two.store(name_of(2)) == 1
-        assert bucket.count(LISTING) == 1
-        assert bucket.record.nbytes == (1 + WINDOW_ROWS) * ROW, "with a window for what it may have been in place of"
-
-    def test_no_more_than_a_window_is_uploaded_that_the_record_has_not_counted(self) -> None:
-        bucket = Bucket()
-        mover = Mover(bucket, "me")
-        mover.steps()
-        assert mover.store(*map(name_of, range(50))) == WINDOW_ROWS
-        assert mover.store(*map(name_of, range(50, 60))) == 0
-        mover.steps()
-        assert mover.store(*map(name_of, range(50, 100))) == WINDOW_ROWS
-
     @pytest.mark.parametrize("rows", [1, 2, 3, 7, 9, 64])
     def test_a_batch_of_more_is_stored_in_part_and_what_follows_too(self, rows: int) -> None:
         """Also where a window is one row, as that is more than its share of the capacity."""
@@ -196,23 +172,6 @@ class TestTheBudget:
         mover.steps()
         assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
         assert mover.store(name_of(1000)) == 1
-
-    def test_uploads_go_on_between_listings(self) -> None:
-        bucket = Bucket()
-        mover = Mover(bucket, "me")
-        mover.steps()
-        number = stored = 0
-        while stored < CAPACITY_ROWS - WINDOW_ROWS:
-            number += 1
-            stored += mover.store(name_of(number))
-            mover.steps()
-        assert bucket.count(LISTING) == 1
-        while stored < 2 * CAPACITY_ROWS:
-            number += 1
-            stored += mover.store(name_of(number))
-            mover.steps()
-            assert number < 1000, "out of names to delete, it lists"
-        assert bucket.count(LISTING) > 1
 
     def test_half_a_window_is_published_at_once(self) -> None:
         """So one engine writes as fast as it can, and not a window in five seconds."""
@@ -252,12 +211,6 @@ class TestWhatIsDeleted:
         gone = before - set(bucket.objects)
         assert gone == set(rows[: 2 * WINDOW_ROWS])
 
-    def test_nothing_while_there_is_room(self) -> None:
-        bucket = Bucket()
-        fill(bucket, CAPACITY_ROWS - WINDOW_ROWS)
-        Mover(bucket, "me").steps(20)
-        assert len(bucket.rows) == CAPACITY_ROWS - WINDOW_ROWS
-
     def test_rows_that_are_too_old_whether_there_is_room_or_not(self) -> None:
         bucket = Bucket()
         rows = fill(bucket, 6)
@@ -291,14 +244,6 @@ class TestWhatIsDeleted:
         me.steps(5)
         assert bucket.rows >= {*young}
         assert not bucket.rows & {*old}
-
-    def test_more_than_one_request_may_name(self) -> None:
-        bucket = Bucket()
-        extra = 2 * MAX_DELETES + 10
-        rows = fill(bucket, CAPACITY_ROWS + extra)
-        Mover(bucket, "me").steps()
-        assert bucket.rows == set(rows[extra + 2 * WINDOW_ROWS :])
-        assert bucket.count("DELETE rows") == 3
 
     def test_the_record_says_what_was(self) -> None:
         """All that was written before `oldest`, and nothing that was written a second later or more."""
@@ -343,14 +288,6 @@ class TestWhatIsDeleted:
         assert bucket.record.nbytes <= (CAPACITY_ROWS - WINDOW_ROWS) * ROW
         assert bucket.record.oldest == int(bucket.objects[rows[0]][2])
 
-    def test_what_was_gone_already_counts_as_deleted(self) -> None:
-        bucket = Bucket()
-        rows = fill(bucket, CAPACITY_ROWS)
-        bucket.delete_errors = tuple({"Key": name, "Code": "NoSuchKey"} for name in rows[:4])
-        mover = Mover(bucket, "me")
-        mover.steps()
-        assert bucket.record.nbytes == (CAPACITY_ROWS - 2 * WINDOW_ROWS) * ROW
-
     def test_nothing_more_when_another_has_taken_the_record_over(self) -> None:
         bucket = Bucket()
         fill(bucket, CAPACITY_ROWS + 2 * MAX_DELETES)
@@ -390,18 +327,6 @@ class TestWhatIsDeleted:
         mover.steps(4)
         assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
 
-    def test_nothing_by_a_mover_that_does_not_write_the_record(self) -> None:
-        bucket = Bucket()
-        one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        one.steps()
-        fill(bucket, CAPACITY_ROWS)
-        two.steps(3)
-        assert len(bucket.rows) == CAPACITY_ROWS
-        bucket.objects[f"p/{USAGE_NAME}"] = (replace(bucket.record, windows=5).encode(), '"other"', bucket.now_s)
-        bucket.now_s += 3600.0
-        one.steps(8)
-        assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
-
 
 class TestSweeps:
     """A prefix may have ten million rows: it is listed when that is needed, and no more."""
@@ -435,13 +360,6 @@ class TestSweeps:
                 each.steps(after_s=STEP_S / 3)
         assert [each.store(name_of(1000 + place)) for place, each in enumerate(movers)] == [1, 1, 1]
         assert bucket.count(LISTING) < 20
-
-    def test_one_with_an_age_more_often(self) -> None:
-        bucket = Bucket()
-        fill(bucket, 5)
-        mover = Mover(bucket, "me", max_age_s=8 * 600.0)
-        mover.steps(3 * 120 + 10)
-        assert bucket.count(LISTING) == 4
 
     def test_restarts_of_eight_engines_list_nothing_before_more_than_four_windows_are_owed(self) -> None:
         bucket = Bucket()
@@ -500,16 +418,6 @@ class TestSweeps:
 
 
 class TestTakeover:
-    def test_a_writer_that_is_idle_keeps_the_record(self) -> None:
-        """Its content stays the same, but for what makes each write another one."""
-        bucket = Bucket()
-        one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        for _ in range(60):
-            one.steps(after_s=2.5)
-            two.steps(after_s=2.5)
-        assert (one.writes, two.writes) == (True, False)
-        assert bucket.count(LISTING) == 1
-
     def test_one_that_is_gone_is_replaced_after_half_a_minute_and_a_closed_one_at_once(self) -> None:
         bucket = Bucket()
         one, two, three = (Mover(bucket, name) for name in ("one", "two", "three"))
@@ -540,22 +448,6 @@ class TestTakeover:
         three.steps(after_s=0.0)
         two.steps()
         assert two.writes + three.writes == 1
-
-    def test_the_record_of_nobody_is_full_until_a_sweep_has_ended(self) -> None:
-        bucket = Bucket()
-        fill(bucket, 3)
-        mover = Mover(bucket, "me")
-        seen: list[int] = []
-
-        def note(request: str) -> None:
-            if request == LISTING:
-                seen.append(bucket.record.nbytes)
-                assert mover.begin(name_of(1)) == 0
-
-        bucket.before = note
-        mover.steps()
-        assert seen == [(CAPACITY_ROWS + WINDOW_ROWS) * ROW]
-        assert bucket.record.nbytes == 3 * ROW
 
 
 class TestWhoDoesNotWrite:

@@ -76,15 +76,6 @@ def test_chains_and_single_keys_are_checked(checker: ExistenceChecker, medium: M
         assert written_s <= medium.there[key], "no row is taken for younger than it is"
 
 
-def test_a_check_is_answered_when_all_of_its_requests_are(checker: ExistenceChecker, medium: Medium) -> None:
-    checker.start(1, keys(3), chain=False)
-    medium.pool.run(2)
-    assert checker.answers() == []
-    medium.pool.run()
-    assert [answer.check_id for answer in checker.answers()] == [1]
-    assert checker.answers() == []
-
-
 @pytest.mark.parametrize("begun", [False, True], ids=["queued", "on their way"])
 def test_what_is_not_answered_by_the_timeout_is_unknown_and_not_absent(
     checker: ExistenceChecker, medium: Medium, begun: bool
@@ -174,9 +165,6 @@ class TestUploads:
         assert checks.answer(b"7") == 1007
         assert checks.answer(b"7") == 1007, "also if it has to wait for room"
         checks.forget(b"7")
-        assert checks.answer(b"7") == 0
-
-    def test_one_that_was_not_asked_about_does_not_wait(self, checks: UploadChecks) -> None:
         assert checks.answer(b"7") == 0
 
     def test_errors_hold_up_none(self, checks: UploadChecks, medium: Medium) -> None:

@@ -105,25 +105,6 @@ class TestBatchesAboveAWindow:
         writer.round()
         assert writer.finished[batch] == [OK] * 2 + [NO_SPACE] * 2
 
-    def test_nobody_waits_for_another_one_to_count_it(
-        self, writer: SteppedTier, make_tier: Callable[..., SteppedTier]
-    ) -> None:
-        other = make_tier(capacity_rows=128)
-        other.open()
-        writer.pass_time(10.0)
-        other.pass_time(10.0)
-        assert other.store(*range(4)) == [OK] * 2 + [NO_SPACE] * 2
-
-    def test_nobody_waits_where_there_is_no_room(self, make_tier: Callable[..., SteppedTier], bucket: Bucket) -> None:
-        bucket.fault = lambda request: 503 if request.method == "POST" else None
-        tier = make_tier(capacity_rows=4)
-        for number in range(4):
-            bucket.put(tier.name(number + 10), bytes(ROW))
-        tier.tier.open(NAMESPACE, 0)
-        tier.pass_time(10.0)
-        assert tier.rows.upload_quota.ready
-        assert tier.store(0) == [NO_SPACE]
-
 
 class TestRowsThatAreNotTheExpectedOnes:
     """Bytes are a hit only after their seal is verified."""

@@ -414,19 +414,5 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, b"<DeleteResult></DeleteResult>")
 
 
-def hold_requests(faulty: FaultyS3, matches: Callable[[Request], bool]) -> threading.Event:
-    """From now on, requests that match are answered only when the returned event is set."""
-    gate = threading.Event()
-
-    def slow(request: Request) -> None:
-        if matches(request):
-            faulty.lock.release()
-            gate.wait(120)
-            faulty.lock.acquire()
-
-    faulty.fault = slow
-    return gate
-
-
 def is_listing(request: Request) -> bool:
     return request.method == "GET" and not request.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from nixl_tiers.tiers.s3.budget import Budget
 from tests.support.engines import least_s3_bytes
 from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import (
-    CUT_OFF,
     FAST,
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -107,47 +105,6 @@ class TestRowsOfOtherMovers:
         assert found(other, 1) == []
         assert other.load([1]) == [Outcome.MISSING]
 
-    def test_rows_are_found_after_a_restart(self, drivers: list[TierDriver], place: dict[str, Any]) -> None:
-        one, *_ = drivers
-        one.open()
-        assert stored(one, 1)
-        with TierDriver(SMALL, 32, **place) as again:
-            again.open()
-            assert found(again, 1) == [key_of(1)]
-
-    def test_vanished_rows_are_misses(
-        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
-    ) -> None:
-        one, two, _ = drivers
-        one.open()
-        two.open()
-        assert stored(one, 1)
-        assert found(two, 1) == [key_of(1)]
-        s3_server.client().delete_object(Bucket=place["bucket"], Key=one.name(1))
-        assert two.load([1]) == [Outcome.MISSING]
-        assert stored(one, 1)
-        assert found(two, 1) == [key_of(1)], "found again when stored again"
-
-    def test_a_row_survives_its_eviction_by_one_mover(self, drivers: list[TierDriver]) -> None:
-        one, two, _ = drivers
-        one.open()
-        assert stored(one, 1)
-        two.open()
-        two.delete(1)
-        assert one.load([1]) == [Outcome.OK]
-
-    def test_a_corrupt_row_is_deleted(
-        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
-    ) -> None:
-        one, two, _ = drivers
-        one.open()
-        assert stored(one, 1)
-        assert stored(one, 2)
-        two.open()
-        s3_server.client().put_object(Bucket=place["bucket"], Key=one.name(1), Body=bytes(ROW))
-        assert two.load([1, 2]) == [Outcome.CORRUPT, Outcome.OK]
-        assert wait_until(lambda: rows_in(s3_server, place) == [one.name(2)])
-
 
 class TestAPrefixOfAnEarlierVersion:
     """Of its only engine, or shared: there is one kind now."""
@@ -232,35 +189,6 @@ class TestBudget:
         assert fresh in rows_in(s3_server, place)
         assert client.head_object(Bucket=bucket, Key=f"{place['prefix']}/notes.txt")
 
-    def test_the_usage_record_says_what_is_deleted(
-        self, drivers: list[TierDriver], s3_server: S3Server, place: dict[str, Any]
-    ) -> None:
-        """All that was written before `oldest`, and nothing that was written a second later or more."""
-        one, two, _ = drivers
-        client, bucket = s3_server.client(), place["bucket"]
-        for number in range(CAPACITY_ROWS):
-            client.put_object(Bucket=bucket, Key=one.name(number, OTHER_NAMESPACE), Body=bytes(ROW))
-        one.open()
-        left = CAPACITY_ROWS - 2 * WINDOW_ROWS
-        assert wait_until(lambda: len(rows_in(s3_server, place)) == left)
-        two.open()  # a mover more has a window that may have been used, for which room is made
-        heads = [client.head_object(Bucket=bucket, Key=name) for name in rows_in(s3_server, place)]
-        oldest = min(int(head["LastModified"].timestamp()) for head in heads)
-        for driver in (one, two):
-            quota = driver.tier._rows.upload_quota
-            assert wait_until(lambda quota=quota: quota.record.oldest == oldest)  # type: ignore[misc]
-
-    def test_uploads_go_on_between_listings(self, place: dict[str, Any]) -> None:
-        with TierDriver(SMALL, 32, **place) as one:
-            one.open()
-            for number in range(CAPACITY_ROWS - WINDOW_ROWS):
-                assert stored(one, number)
-            sweeper = budget_of(one)._sweeper
-            assert sweeper._rows == 0, "the only listing found nothing"
-            numbers = itertools.count(100)
-            assert wait_until(lambda: bool(one.store([next(numbers)])) and sweeper._rows > 0), "out of names, it lists"
-            assert stored(one, 99)
-
 
 class TestTakeover:
     def test_a_dead_writer_is_replaced(self, drivers: list[TierDriver]) -> None:
@@ -289,13 +217,6 @@ class TestTakeover:
             assert wait_until(lambda: changes.add(budget_of(two).takeover.changed_s) or len(changes) > 10)
             assert (writes(one), writes(two)) == (True, False)
 
-    def test_close_releases_the_record(self, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(budget_module, "TERMS", replace(FAST, stale_s=3600.0))
-        for _ in range(2):
-            with TierDriver(SMALL, 8, **place) as one:
-                one.open()
-                assert wait_until(lambda: writes(one))
-
 
 class TestServersAndRights:
     @pytest.mark.parametrize("ignores", [False, True])
@@ -315,21 +236,3 @@ class TestServersAndRights:
             assert wait_until(lambda: budget_of(two).takeover.changed_s > 0)
             assert (writes(one), writes(two)) == (True, False)
             assert not two.tier._rows.upload_quota.try_acquire(ROW)
-
-    def test_answer_that_is_cut_off_is_no_unexpected_error(
-        self, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        faulty.fault = lambda request: CUT_OFF if request.method == "GET" and request.name.endswith(".usage") else None
-        with TierDriver(SMALL, 8, bucket="kv-cut", endpoint=faulty.endpoint) as driver:
-            driver.open()
-            assert wait_until(lambda: sum(each.name.endswith(".usage") for each in faulty.requests) > 3)
-            faulty.fault = lambda _: None
-            assert stored(driver, 1)
-        assert "unexpected error" not in caplog.text
-
-    def test_a_read_only_tier_writes_nothing(self, place: dict[str, Any], s3_server: S3Server) -> None:
-        with TierDriver(SMALL, 8, **place, write="off") as reader:
-            reader.open()
-            assert wait_until(lambda: budget_of(reader).takeover.next_s > 0)
-            names = s3_server.client().list_objects_v2(Bucket=place["bucket"], Prefix=f"{place['prefix']}/")
-            assert names.get("Contents", []) == []

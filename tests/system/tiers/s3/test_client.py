@@ -116,17 +116,6 @@ class TestAws:
             'region: bucket "kv-regions" is in sa-east-1, which is used, and not in ap-south-1, as AWS_REGION says'
         )
 
-    def test_a_wrong_field_is_refused(self, aws: FaultyS3) -> None:
-        with pytest.raises(TierRefused, match=r'^region: bucket "kv-regions" is in sa-east-1, not in eu-north-1$'):
-            self.connect(region="eu-north-1")
-
-    def test_a_right_field_logs_nothing(self, aws: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
-        assert self.connect(region="sa-east-1").connection.region.name == "sa-east-1"
-        assert "region" not in caplog.text
-
-    def test_the_buckets_region_is_the_default(self, aws: FaultyS3) -> None:
-        assert self.connect().connection.region == Region("sa-east-1", "the bucket")
-
 
 # --- where they go ----------------------------------------------------------------------------------------------------
 

@@ -105,15 +105,6 @@ def test_rows_that_were_written_since_they_were_listed_stay(s3_server: S3Server,
     assert {each["Key"] for each in left} == {*names, f"{home}/about.json"}
 
 
-def test_server_that_does_not_answer_is_one_sentence(
-    server_credentials: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", "s3://kv-test/p", "--endpoint", "http://127.0.0.1:9"]) == 2
-    error = capsys.readouterr().err
-    assert "does not answer" in error
-    assert error.count("\n") == 1
-
-
 def test_versions_are_deleted_too_and_left_is_what_is_there(
     s3_server: S3Server, place: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,15 +97,3 @@ def test_bucket_that_keeps_deleted_rows_is_warned_of(
     )
     assert [r.getMessage() for r in caplog.records] == [expected] * warned
     assert not bucket.denials.current()
-
-
-def test_versioning_does_not_matter_where_nothing_is_written(faulty: FaultyS3) -> None:
-    config = S3Config(type="s3", bucket="kv-control", endpoint=faulty.endpoint, capacity="1GiB", write="off")
-    bucket = S3Control(config)
-    try:
-        with mock.patch.object(bucket, "_check_versioning", side_effect=AssertionError) as asked:
-            assert wait_until(lambda: connects(bucket))
-            bucket.close()
-        assert not asked.called
-    finally:
-        bucket.close()

@@ -50,26 +50,6 @@ def driver(faulty: FaultyS3) -> Iterator[TierDriver]:
         yield driver
 
 
-def test_a_read_only_tier_never_writes(faulty: FaultyS3) -> None:
-    with TierDriver(SMALL, 4, bucket="kv-rights", endpoint=faulty.endpoint, write="off") as driver:
-        driver.open()
-        faulty.fault = denying(is_get)
-        driver.load([1])
-        assert wait_until(lambda: set(driver.tier.denials) == {"get"})
-    assert faulty.count("PUT") == faulty.count("POST") == 0
-
-
-@pytest.mark.parametrize("status", [500, 503])
-def test_errors_of_a_busy_server_are_no_denials(driver: TierDriver, faulty: FaultyS3, status: int) -> None:
-    driver.store([1])
-    faulty.fault = lambda request: None if request.method == "HEAD" else (status, "SlowDown")
-    before = counters(faulty)
-    assert driver.store([2]) == [Outcome.FAILED]
-    assert driver.load([1]) == [Outcome.FAILED]
-    assert wait_until(lambda: counters(faulty) > before)
-    assert driver.tier.denials == {}
-
-
 FOREIGN = {
     "a page": b"<?xml version='1.0'?><!DOCTYPE html>\n<html><body><Contents/>please log in</body></html>",
     "nothing": b"",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple
 
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.tiers.base import Entry, ExistenceAnswer
-from nixl_tiers.tiers.s3.record import Record
-from tests.system.tiers.s3.harness import LONG_AGO, FaultyS3, Request, TierDriver, but, is_listing, key_of, wait_until
+from tests.system.tiers.s3.harness import FaultyS3, Request, TierDriver, but, is_listing, key_of, wait_until
 
 SMALL = Geometry(cells=1, cell_payload=64 << 10)
 ROW = SMALL.row_bytes
@@ -72,66 +70,6 @@ class TestAnswers:
     def put(self, driver: TierDriver, faulty: FaultyS3, *numbers: int, nbytes: int = ROW) -> None:
         faulty.objects |= {driver.name(number): bytes(nbytes) for number in numbers}
 
-    def test_a_chain_that_does_not_exist_costs_one_request(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        before = faulty.count("HEAD")
-        answer = check(driver, range(500))
-        assert (answer.found, answer.absent) == ([], keys(0))
-        assert faulty.count("HEAD") == before + 1
-
-    def test_a_long_chain_costs_few_requests(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        self.put(driver, faulty, *range(300))
-        before = faulty.count("HEAD")
-        answer = check(driver, range(500))
-        assert (answer.found, answer.absent) == (keys(*range(300)), keys(300))
-        assert faulty.count("HEAD") - before <= 1 + 10 + 16 + 16
-
-    def test_a_row_of_another_size_is_absent(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        self.put(driver, faulty, 1, nbytes=ROW - 1)
-        assert check(driver, [1]).absent == keys(1)
-
-    def test_errors_of_the_server_leave_a_key_unknown(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        self.put(driver, faulty, 1, 2)
-        faulty.fault = lambda request: 503 if request.method == "HEAD" else None
-        answer = check(driver, [1, 2])
-        assert (answer.found, answer.absent) == ([], [])
-        faulty.fault = lambda request: 403 if request.name == driver.name(2) else None
-        answer = check(driver, [1, 2])
-        assert (answer.found, answer.absent) == (keys(1), [])
-        assert "existence checks are denied (403; the right is s3:GetObject" in driver.tier.denials["head"]
-
-    def test_rows_are_found_with_the_time_of_their_last_write(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        self.put(driver, faulty, 1, 2)
-        faulty.modified[driver.name(2)] = "2024-05-01T00:00:00.700Z"
-        answer = check(driver, [1, 2])
-        ticks = [int(datetime.fromisoformat(at).timestamp()) for at in (LONG_AGO, faulty.modified[driver.name(2)])]
-        assert [(entry.slot, entry.tick) for entry in answer.entries] == [(0, ticks[0]), (0, ticks[1])]
-
-    def test_what_the_janitor_may_delete_next_is_not_promised(
-        self, driver: TierDriver, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert driver.tier.gone_before == 0
-        now = int(driver.tier._control.connection.server_time_s())
-        monkeypatch.setattr(driver.tier._control.connection, "server_time_s", lambda: float(now))
-        quota = driver.tier._rows.upload_quota
-        for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
-            quota.refresh(Record(quota.capacity_bytes, {}, now - age_s))
-            assert driver.tier.gone_before == now - age_s + margin_s
-
-    def test_nothing_is_forgotten_early_while_there_is_room(self, driver: TierDriver) -> None:
-        quota = driver.tier._rows.upload_quota
-        oldest = int(driver.tier._control.connection.server_time_s()) - 6400
-        room = quota.capacity_bytes - 2 * quota.window_bytes  # for that one, and what must stay free
-        for nbytes, early in ((room, False), (room + 1, True)):
-            quota.refresh(Record(nbytes, {"one": 1, "two": 1}, oldest))  # one of them has stored since the last record
-            quota.refresh(Record(nbytes, {"one": 2, "two": 1}, oldest))
-            assert (driver.tier.gone_before > oldest) is early
-
-    def test_nothing_is_listed(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        self.put(driver, faulty, 1)
-        assert list(driver.tier.list_rows()) == []
-        assert driver.tier.maintain_s is None
-        assert not any(is_listing(request) for request in faulty.requests)
-
     def test_checks_of_an_earlier_namespace_are_not_answered(self, driver: TierDriver, faulty: FaultyS3) -> None:
         gate = threading.Event()
 
@@ -166,18 +104,6 @@ class TestUploads:
     def asked(self, driver: TierDriver, faulty: FaultyS3, number: int, method: str) -> int:
         return sum((r.method, r.name) == (method, driver.name(number)) for r in faulty.requests)
 
-    def test_a_row_that_is_there_is_not_uploaded(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        faulty.objects[driver.name(1)] = bytes(ROW)
-        quota = driver.tier._rows.upload_quota
-        started = quota._started
-        assert driver.store([1, 2]) == [Outcome.FOUND, Outcome.OK]
-        assert [self.asked(driver, faulty, number, "PUT") for number in (1, 2)] == [0, 1]
-        assert quota._started == started + ROW == quota.counter(0.0).ended
-        there, stored = driver.tier.found()
-        assert (there.key, there.tick) == (key_of(1), int(datetime.fromisoformat(LONG_AGO).timestamp()))
-        assert stored.key == key_of(2)
-        assert -1 <= driver.tier._control.connection.server_time_s() - stored.tick < 120, "when its upload ended"
-
     def test_a_row_is_no_older_than_its_object(
         self, driver: TierDriver, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -194,25 +120,6 @@ class TestUploads:
         assert driver.store([1]) == [Outcome.OK]
         (stored,) = driver.tier.found()
         assert stored.tick > server_s, "a Date is up to a second late"
-
-    def test_a_row_that_is_known_to_be_absent_is_not_asked_for(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        assert wait_until(lambda: check(driver, [1, 2], chain=False).absent == keys(1, 2))
-        before = faulty.count("HEAD")
-        assert driver.load([3]) == [Outcome.MISSING]
-        assert driver.store([1, 2, 3]) == [Outcome.OK] * 3
-        assert faulty.count("HEAD") == before
-        assert driver.store([4]) == [Outcome.OK]
-        assert self.asked(driver, faulty, 4, "HEAD") == 1
-
-    def test_a_corrupt_row_is_deleted_and_written_again(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        name = driver.name(1)
-        faulty.objects[name] = bytes(ROW)
-        assert driver.load([1]) == [Outcome.CORRUPT]
-        assert wait_until(lambda: name not in faulty.objects)
-        faulty.objects[name] = bytes(ROW)
-        assert driver.load([1]) == [Outcome.CORRUPT]
-        assert driver.store([1]) == [Outcome.OK]
-        assert driver.load([1]) == [Outcome.OK]
 
     def test_a_server_that_does_not_answer_holds_up_uploads_for_a_moment(
         self, driver: TierDriver, faulty: FaultyS3
@@ -234,10 +141,6 @@ class TestUploads:
             assert self.asked(driver, faulty, 7, "HEAD") == 0
         finally:
             gate.set()
-
-    def test_an_evicted_row_stays_for_others(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        driver.delete(0)
-        assert driver.load([0]) == [Outcome.OK]
 
 
 def test_only_the_writer_of_the_record_lists(faulty: FaultyS3) -> None:

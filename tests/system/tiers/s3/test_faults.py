@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.s3 import concurrency, data
 from nixl_tiers.tiers.s3.client import Credentials
-from nixl_tiers.tiers.s3.concurrency import MOST
 from tests.support.certificates import self_signed
-from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, S3Server, SeaweedServer, moto_server
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, MotoServer, SeaweedServer, moto_server
 from tests.system.tiers.s3.harness import (
-    HANG_UP,
     TIMEOUT_S,
     FaultyS3,
     Request,
@@ -56,14 +54,6 @@ def failing(*methods: str, times: int = 1 << 30, status: int = 503) -> Callable[
 
 
 class TestOpen:
-    def test_a_missing_bucket_is_refused_by_name(
-        self, s3_server: S3Server, s3_credentials: Callable[[S3Server], None]
-    ) -> None:
-        s3_credentials(s3_server)
-        with TierDriver(SMALL, 4, bucket="no-such-bucket", endpoint=s3_server.endpoint) as driver:
-            caught = driver.fails_to_open(TierRefused, r'^bucket: there is no bucket "no-such-bucket" at https?://')
-        assert "\n" not in str(caught)
-
     def test_a_server_that_is_down_comes_up_later(self) -> None:
         server = MotoServer()
         with server, TierDriver(SMALL, 4, bucket="kv-faults", endpoint=server.endpoint) as driver:
@@ -85,14 +75,6 @@ class TestOpen:
                 driver.try_open()
             assert time.monotonic() - started < DOWN_S
             server.resume()
-            driver.open()
-
-    @pytest.mark.parametrize("status", [400, 403, 500, 503])
-    def test_an_error_is_not_a_refusal(self, faulty: FaultyS3, status: int) -> None:
-        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
-            faulty.fault = failing("HEAD", status=status)
-            driver.fails_to_open(TierDown, str(status))
-            faulty.fault = lambda _: None
             driver.open()
 
 
@@ -244,11 +226,6 @@ class TestTls:
                     caught = driver.fails_to_open(TierDown, f" at {endpoint}: {speaks}")
                 assert "endpoint" in str(caught)
 
-    def test_a_bad_request_is_not_taken_for_tls(self, faulty: FaultyS3) -> None:
-        faulty.fault = failing("HEAD", status=400)
-        with TierDriver(SMALL, 4, bucket="kv-faults", endpoint=faulty.endpoint) as driver:
-            driver.fails_to_open(TierDown, "does not accept the request")
-
     def test_nixl_checks_the_certificate_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trusted, other = tmp_path / "trusted", tmp_path / "other"
         certificates = [self_signed(directory) for directory in (trusted, other)]
@@ -263,33 +240,6 @@ class TestTls:
 
 
 class TestTransfers:
-    def test_a_refused_upload_has_failed(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        faulty.fault = failing("PUT")
-        assert driver.store([1, 2]) == [Outcome.FAILED, Outcome.FAILED]
-        faulty.fault = lambda _: None
-        assert driver.store([1, 2]) == [Outcome.OK, Outcome.OK]
-
-    def test_an_error_page_is_not_a_missing_row(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        driver.store([1])
-        faulty.fault = failing("GET")
-        assert driver.load([1]) == [Outcome.FAILED]
-        faulty.fault = lambda _: None
-        assert driver.load([1, 2]) == [Outcome.OK, Outcome.MISSING]
-
-    def test_an_old_error_page_is_not_taken_for_a_new_answer(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        assert driver.load(list(range(1, 31))) == [Outcome.MISSING] * 30
-        driver.store([31])
-        faulty.fault = failing("GET", status=HANG_UP)
-        assert driver.load([31]) == [Outcome.FAILED]
-        faulty.fault = lambda _: None
-        assert driver.load([31]) == [Outcome.OK]
-
-    def test_one_error_page_is_retried(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        faulty.fault = failing("PUT", times=1)
-        assert driver.store([1]) == [Outcome.OK]
-        faulty.fault = failing("GET", times=1)
-        assert driver.load([1]) == [Outcome.OK]
-
     def test_a_server_restart_loses_nothing(self, s3_prefix: str) -> None:
         with SeaweedServer().start() as server:
             server.make_bucket("kv-faults")
@@ -336,12 +286,6 @@ class TestTransfers:
             assert wait_until(lambda: faulty.concurrent >= 60)
             faulty.hold.set()
             assert driver.finish(batch) == [[Outcome.OK] * 60]
-
-    def test_concurrent_transfers_are_bounded(self, driver: TierDriver, faulty: FaultyS3) -> None:
-        uploads = driver.begin_store(range(32))
-        driver.finish(uploads)
-        driver.finish(*(driver.tier.load(driver.moves(range(32))) for _ in range(4)))
-        assert 1 < faulty.max_concurrent <= 2 * MOST
 
 
 def _credentials_file(access_key: str, profile: str = "default", token: str = "") -> str:

@@ -74,21 +74,6 @@ def test_manifest_is_written_with_the_first_rows_and_is_no_row(
         assert manifest_in(moto, again) is not None
 
 
-def test_manifest_of_an_engine_that_ran_for_seconds_is_written_at_close(
-    moto: MotoServer, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manifests, "CHECK_S", 1e6)  # it is looked once, before there are rows
-    monkeypatch.setattr(manifests, "CLOSE_S", 120.0)
-    looks = looked(monkeypatch)
-    with start(place) as driver:
-        assert wait_until(lambda: bool(looks))
-        assert wait_until(lambda: driver.store([1]) == [Outcome.OK])
-        assert manifest_in(moto, driver) is None
-    found = manifest_in(moto, driver)
-    assert found is not None
-    assert found.description == ABOUT
-
-
 def test_server_that_hangs_does_not_hang_the_close(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "CHECK_S", 1e6)
     looks = looked(monkeypatch)
@@ -122,16 +107,6 @@ def test_no_manifest_for_weights_that_were_replaced(moto: MotoServer, place: dic
         assert driver.store([1]) == [Outcome.OK]
         assert wait_until(lambda: manifest_in(moto, driver) is not None)
         assert get_object(moto.client(), driver.config.bucket, name_of(driver, OTHER_NAMESPACE)) is None
-
-
-def test_reader_writes_no_manifest(moto: MotoServer, place: dict[str, Any]) -> None:
-    with TierDriver(GEOMETRY, 8, **place) as driver:
-        driver.open()
-        assert driver.store([1]) == [Outcome.OK]
-    with start(place, write="off") as reader:
-        assert reader.load([1]) == [Outcome.OK]
-        assert reader.tier._manifests._thread is None
-    assert manifest_in(moto, reader) is None
 
 
 def test_server_that_takes_no_manifest_costs_no_row(faulty: FaultyS3) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.mover.protocol import Down, Open, Opened, Refused
+from nixl_tiers.mover.protocol import Down, Open, Opened
 from nixl_tiers.tiers.nixl_agent import STORE_NICE
 from tests.mover.harness import NAMESPACE, MoverProcess
 from tests.support.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
@@ -94,16 +94,6 @@ def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Serv
             mover.stop()
 
 
-def test_a_missing_bucket_ends_the_mover(moto: MotoServer, s3_credentials: Callable[[S3Server], None]) -> None:
-    s3_credentials(moto)
-    with MoverProcess(s3_tier(moto.endpoint, "no-such-bucket"), GEOMETRY, 8) as mover:
-        mover.send(Open(NAMESPACE, 0))
-        refused = mover.expect(lambda message: isinstance(message, Refused))
-        assert isinstance(refused, Refused)
-        assert 'there is no bucket "no-such-bucket"' in refused.reason
-        assert mover.process.wait(120) == 0
-
-
 def test_a_wrong_secret_is_not_in_messages_or_logs(
     seaweedfs: SeaweedServer, monkeypatch: pytest.MonkeyPatch, s3_credentials: Callable[[S3Server], None]
 ) -> None:
@@ -116,10 +106,3 @@ def test_a_wrong_secret_is_not_in_messages_or_logs(
         mover.stop()
         assert "refuses these credentials" in down.reason
         assert "w0ng" not in down.reason + mover.log()
-
-
-def _used_bytes(mover: MoverProcess) -> int:
-    """By the next heartbeat."""
-    before = mover.heartbeats
-    mover.expect(lambda _: mover.heartbeats > before)
-    return mover.used_bytes

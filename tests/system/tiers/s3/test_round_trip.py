@@ -6,15 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.s3 import tier as tier_module
-from nixl_tiers.tiers.s3.concurrency import FIRST, TransferLimit
-from tests.support.pages import mapped
+from nixl_tiers.tiers.s3.concurrency import TransferLimit
 from tests.support.servers import S3Server
 from tests.system.tiers.s3.harness import NAMESPACE, OTHER_NAMESPACE, TierDriver, but, key_of, wait_until
 
@@ -59,30 +56,6 @@ def test_rows_of_every_size_are_stored_and_loaded(
     assert _objects(s3_server, place) == dict.fromkeys(names, geometry.row_bytes)
 
 
-def test_memory_for_the_first_downloads_is_there_when_the_tier_is_open(place: dict[str, Any]) -> None:
-    geometry = Geometry(cells=1, cell_payload=1 << 20)
-    with TierDriver(geometry, 4, **place) as driver:
-        driver.open()
-        staging = driver.tier._data._staging
-        first = [mapped(row.ctypes.data, geometry.row_bytes) for row in staging]
-        assert all(map(all, first[:FIRST]))
-        assert not any(map(any, first[2 * FIRST :]))
-
-
-def test_a_sealed_row_is_stored_unchanged(driver: TierDriver) -> None:
-    driver.row(1)[:] = 7
-    Sealer(SMALL, NAMESPACE, 0).seal(driver.row(1), key_of(1), sealed_at=12345)
-    wanted = driver.row(1).copy()
-    driver.finish(driver.tier.store([Move(1, 1, key_of(1), seal=False)]))
-    driver.row(2)[:] = 0
-    assert driver.finish(driver.tier.load([Move(2, 1, key_of(1))])) == [[Outcome.OK]]
-    assert np.array_equal(driver.row(2), wanted)
-
-
-def test_an_empty_batch_finishes(driver: TierDriver) -> None:
-    assert driver.finish(driver.tier.store([]), driver.tier.load([])) == [[], []]
-
-
 def test_concurrent_batches_keep_their_own_outcomes(driver: TierDriver) -> None:
     driver.store([0, 1])
     stored = driver.begin_store(range(10, 30))
@@ -96,9 +69,6 @@ def test_concurrent_batches_keep_their_own_outcomes(driver: TierDriver) -> None:
 class TestCorruptObjects:
     """TierDriver.load compares every row that is not OK with what it was before."""
 
-    def test_a_missing_object(self, driver: TierDriver) -> None:
-        assert driver.load([1]) == [Outcome.MISSING]
-
     @pytest.mark.parametrize("keep", [0, 1, 1000, 4096, -4096, -1], ids=lambda keep: f"keep{keep}")
     def test_a_truncated_object(self, driver: TierDriver, s3_server: S3Server, keep: int) -> None:
         # The whole row passes through every staging row first: its bytes there must not complete the short one.
@@ -110,11 +80,6 @@ class TestCorruptObjects:
         driver.finish(driver.tier.load(driver.moves([number] * 64)))
         self._replace(s3_server, driver, number, whole[:keep])
         assert driver.load([number]) != [Outcome.OK]
-
-    def test_an_emptied_object(self, driver: TierDriver, s3_server: S3Server) -> None:
-        driver.store([1])
-        self._replace(s3_server, driver, 1, b"")
-        assert driver.load([1]) == [Outcome.CORRUPT]
 
     @pytest.mark.parametrize("at", [0, 40_000, 65_535, 65_536, -300, -1])
     def test_a_flipped_bit(self, driver: TierDriver, s3_server: S3Server, at: int) -> None:
