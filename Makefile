@@ -14,6 +14,8 @@
 #   make docs                       the documentation as HTML, in docs/_build
 #   make dist                       sdist, wheel and SBOM in dist/, checked: CONTRIBUTING.md; `make archives`
 #                                   makes the first two and needs no more than Python 3.11
+#   make planted ONLY=bucket-bound  plants the bugs that tests/promises.toml has for a promise, and sees each caught by the
+#                                   test beside it; without ONLY all of them, most of an hour
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
@@ -55,7 +57,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # Where it is set, as in many container images, each process that a test starts compiles all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix fuzz soak test-gds gpu-day gpu-day-wheels demo bench bench-server prometheus clean distclean
+.PHONY: all setup compiled lint format docs archives dist check-dist test t test-all faults stress torture matrix planted fuzz soak test-gds gpu-day gpu-day-wheels demo bench bench-server prometheus clean distclean
 all: lint test
 
 setup: $(VENV)/.ready
@@ -94,6 +96,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) docs/check.py
 	$(PY) tools/size.py
+	$(PY) tools/plant.py --check
 	@$(PY) -m tools.gpu_age
 
 format: $(VENV)/.ready
@@ -202,6 +205,9 @@ torture: $(VENV)/.ready
 VERSIONS := 0.32.0 0.33.0
 matrix: $(VENV)/.ready
 	$(PY) -m tests.matrix $(VERSIONS); tests=$$?; $(PY) docs/generate.py && exit $$tests
+
+planted: $(VENV)/.ready
+	$(PY) tools/plant.py $(ONLY)
 
 # Fresh random examples for the state machines and formats, until the time is up.
 fuzz: $(VENV)/.ready

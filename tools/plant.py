@@ -1,5 +1,5 @@
-"""Plants each bug of `tests/promises.toml` in a copy of the tree, and fails if the test that is named beside it does not
-fail by an assertion: `make planted`. `--check`, in `make lint`: all that the file names exists, and pages and file name
+"""Plants each bug of `tests/promises.toml` in a copy of the tree, and fails if the test that is named beside it does
+not fail by an assertion: `make planted`. `--check`, in `make lint`: all that the file names exists, and the pages name
 the same promises.
 
     python tools/plant.py [--check | PROMISE...]

@@ -1,4 +1,4 @@
-"""Directories and real file systems that fail under a running file tier: it goes down once, and comes up with the rest."""
+"""Directories and real file systems that fail under a running file tier: it goes down once, and comes up again."""
 
 from __future__ import annotations
 
