@@ -7,8 +7,9 @@ from botocore.exceptions import EndpointConnectionError
 
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.answers import no_answer, tier_error
-from nixl_tiers.tiers.s3.client import client_of
+from nixl_tiers.tiers.s3.client import Credentials, client_of
 from nixl_tiers.tiers.s3.connection import S3Connection
+from nixl_tiers.tiers.s3.data import _parameters
 
 
 def answer(**headers: str) -> dict[str, object]:
@@ -75,3 +76,11 @@ def test_a_server_that_does_not_answer_is_named_with_the_proxy_that_is_not_used(
     wanted = f's3 bucket "kv-cache" at {place}: does not answer (EndpointConnectionError){note}'
     assert str(tier_error(tier(endpoint), "us-east-1", error)) == wanted
     assert no_answer(tier(endpoint), "within 3 s") == f"does not answer within 3 s{note}"
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_nixl_uses_the_endpoints_scheme_and_checks_what_comes(scheme: str) -> None:
+    config = S3Config(type="s3", bucket="kv-cache", capacity=1 << 30, endpoint=f"{scheme}://s3.example:9000")
+    given = _parameters(config, Credentials("key", "secret"), "us-east-1", config.endpoint)
+    assert (given["scheme"], given["endpoint_override"]) == (scheme, config.endpoint)
+    assert (given["req_checksum"], given["resp_checksum"]) == ("required", "required")

@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import object_name
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
+from nixl_tiers.tiers.s3.client import session_of
+from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.names import RowNames
-from tests.system.tiers.s3.harness import FaultyS3, client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateutil's, of damaged times
 
@@ -93,9 +95,13 @@ class Answers:
 
 
 @pytest.fixture
-def answers(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> Answers:
+def answers(server_credentials: None, monkeypatch: pytest.MonkeyPatch) -> Answers:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
-    return Answers(client_of(faulty))
+    config = S3Config(type="s3", bucket="kv-cut", endpoint="http://127.0.0.1:1", capacity=1 << 20)
+    connection = S3Connection(config)
+    monkeypatch.setattr(connection, "_session", session_of(config))
+    connection.renew()
+    return Answers(connection.client)
 
 
 @st.composite
