@@ -206,6 +206,11 @@ def test_a_row_that_others_wrote_is_told_when_the_chunk_leaves_host_memory() -> 
     assert followed.told() == [(REMOVED, 0, [A])]
     followed.list(0, [(0, A, 1)])
     assert followed.told() == [], "nobody knows what it is by now"
+    put(followed.core, [B])
+    followed.list(0, [(1, B, 1)])
+    assert followed.told() == [(STORED, None, [B]), (STORED, 0, [B])]
+    followed.core.host.invalidate(followed.core.host.index[B])
+    assert followed.told() == [(REMOVED, None, [B])]
 
 
 def test_what_a_listing_does_not_confirm_is_removed_and_what_it_adds_is_told() -> None:

@@ -216,6 +216,7 @@ def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[
         rows.add(b"%d" % number, number, 7, True)  # one prefix: 5 is its leaf
     pinned = rows.pin(b"4")
     assert pinned is not None
+    rows.touch_many([b"4"], 7)
     assert rows.select(2) == [b"5", b"3"]
     rows.unpin(b"4", pinned[1])
     assert rows.cancel(b"5", 0)
