@@ -99,27 +99,17 @@ def test_memfd_is_not_in_a_pool_because_its_block_size_is_2_mib(monkeypatch: pyt
         assert other.nbytes == made.nbytes
 
 
-def test_smaps_count_for_the_mapping_at_the_address_only(tmp_path: Path) -> None:
+def test_smaps_count_for_all_parts_of_the_mapping_at_the_address_and_for_no_other(tmp_path: Path) -> None:
+    """Parts: as after `mbind` of the rows, which are not the whole mapping."""
     smaps = tmp_path / "smaps"
     smaps.write_text(
-        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nSize: 4 kB\nShmemPmdMapped:  8192 kB\nVmFlags: rd wr\n"
-        "2000-4000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nSize: 8 kB\nShmemPmdMapped:  4096 kB\nVmFlags: rd wr\n"
-        "4000-5000 rw-p 00000000 00:00 0 \nSize: 4 kB\nVmFlags: rd wr\n"
-    )
-    mappings = [(0x1000, 0x1000), (0x2000, 0x2000), (0x3000, 0x1000), (0x4000, 0x1000)]
-    assert [transparent_bytes(*mapping, smaps) for mapping in mappings] == [8 << 20, 4 << 20, 0, 0]
-    assert transparent_bytes(0x1000, 0x1000, tmp_path / "none") == 0
-
-
-def test_smaps_count_for_all_parts_of_a_mapping(tmp_path: Path) -> None:
-    """As after `mbind` of the rows, which are not the whole mapping."""
-    smaps = tmp_path / "smaps"
-    smaps.write_text(
-        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  2048 kB\n"
-        "2000-4000 rw-s 00001000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  8192 kB\n"
+        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nSize: 4 kB\nShmemPmdMapped:  2048 kB\n"
+        "2000-4000 rw-s 00001000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  8192 kB\nVmFlags: rd wr\n"
         "4000-5000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nShmemPmdMapped:  4096 kB\n"
     )
-    assert transparent_bytes(0x1000, 0x3000, smaps) == 10 << 20
+    mappings = [(0x1000, 0x3000), (0x2000, 0x2000), (0x3000, 0x1000), (0x4000, 0x1000)]
+    assert [transparent_bytes(*mapping, smaps) for mapping in mappings] == [10 << 20, 8 << 20, 0, 4 << 20]
+    assert transparent_bytes(0x1000, 0x1000, tmp_path / "none") == 0
 
 
 def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
