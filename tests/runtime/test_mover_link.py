@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,9 +14,11 @@ import pytest
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.rows import Row
+from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused, decode_to_mover, packet_of
 from nixl_tiers.runtime.coordinator import Coordinator
+from nixl_tiers.runtime.mover_link import MoverLink
 from tests.support import inside
 from tests.support.core import all_good
 from tests.support.file_tier import file_tier
@@ -159,3 +162,50 @@ def test_an_error_of_a_logging_handler_costs_its_line_only(coordinator: Coordina
         logger.removeHandler(handler)
     assert emit.called
     assert "no disk" in coordinator.problems()["file"]
+
+
+class _Locks(logging.Handler):
+    """Notes the lines that are written with the coordinator's lock held."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.held_up: list[str] = []
+        self._lock: Any = coordinator._hold.lock
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.held_up += [record.getMessage()] if self._lock._is_owned() else []
+
+
+def _opens_a_circuit(link: MoverLink) -> None:
+    link.on_message(0, Opened(0, 10))
+    link._core.tiers[0].members[0].breakers[Direction.LOAD].trip(0.0)
+    link.on_tick(0.0, [0])
+
+
+LOGGED: dict[str, Callable[[MoverLink], object]] = {
+    "down: no disk": lambda link: link.on_message(0, Down("no disk", 0)),
+    "down: no such path": lambda link: link.on_message(0, Refused("no such path")),
+    "down: its mover is killed": lambda link: link.on_problem(0, "its mover is killed"),
+    "0 rows found": lambda link: link.on_message(0, Listed(0, [], last=True)),
+    "may not be read": lambda link: link.on_message(0, Heartbeat(0, {"get": "objects may not be read"}, 0)),
+    "mover: a line": lambda link: link.on_log_line(0, logging.WARNING, "a line"),
+    "loads from the file tier fail": _opens_a_circuit,
+}
+
+
+@pytest.mark.parametrize("line", LOGGED)
+def test_no_line_is_logged_with_the_lock_held(
+    coordinator: Coordinator, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    handler = _Locks(coordinator)
+    logger = logging.getLogger("nixl_tiers")
+    logger.addHandler(handler)
+    try:
+        LOGGED[line](coordinator._link)
+    finally:
+        logger.removeHandler(handler)
+    assert line in " ".join(handler.lines)
+    assert not handler.held_up, "the scheduler would wait for whoever reads standard error"

@@ -1,4 +1,4 @@
-"""One rank of an engine with two: `rank_process.py FD CELL [LIBRARY]`, on a real GPU or, with LIBRARY, on the fake one.
+"""One rank of an engine with two: `rank_process.py FD CELL`, on a real GPU.
 
 Page-locks the whole region, prints whether it could, and carries out commands from standard input until it is closed.
 """
@@ -6,16 +6,13 @@ Page-locks the whole region, prints whether it could, and carries out commands f
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nixl_tiers.base import native
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.swap import submit
 from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from tests.support.places import places_of
@@ -31,29 +28,17 @@ def blocks_of(cell: int) -> NDArray[np.uint8]:
 
 
 class Rank:
-    def __init__(self, region: HostRegion, cell: int, library: Path | None) -> None:
+    def __init__(self, region: HostRegion, cell: int) -> None:
+        import torch
+
         self.cell = cell
-        if library is None:
-            import torch
-
-            self._tensor = torch.from_numpy(blocks_of(cell)).cuda()
-            address, how = self._tensor.data_ptr(), {}
-        else:
-            from tests.swap.fake_gpu import FakeGpu
-
-            built = native.SWAP_SUBMIT._replace(path=str(library.with_name("swap_submit.so")))
-            submitting = submit._open(built)
-            submit._library = lambda: submitting  # type: ignore[assignment]
-            self._tensor = blocks_of(cell)
-            self._fake = FakeGpu(library)
-            self._fake.own_bytes(self._tensor.reshape(-1))
-            address = self._tensor.ctypes.data
-            how = {"driver": self._fake.driver, "compute_stream": lambda: 0, "strategies": ("copy_engine",)}
+        self._tensor = torch.from_numpy(blocks_of(cell)).cuda()
+        address = self._tensor.data_ptr()
         segments = [
             Segment(address + layer * BLOCKS * PAGE, PAGE, PAGE, layer * PAGE, BLOCKS) for layer in range(LAYERS)
         ]
         self._plan = CopyPlan([segments], GEOMETRY, Share(cell), region.address, region.rows)
-        self.swap = CudaSwap(self._plan, **how)  # type: ignore[arg-type]
+        self.swap = CudaSwap(self._plan)
 
     def store(self) -> None:
         self.swap.store(0, [*STORED], self._places()).wait()
@@ -64,17 +49,15 @@ class Rank:
         self.swap.load(0, [*STORED], self._places()).wait()
         wanted = blocks_of(self.cell)
         wanted[:, [block for block in range(BLOCKS) if block not in STORED]] = 0
-        found = self._tensor if isinstance(self._tensor, np.ndarray) else self._tensor.cpu().numpy()
-        return bool(np.array_equal(found, wanted))
+        return bool(np.array_equal(self._tensor.cpu().numpy(), wanted))
 
     def _places(self) -> NDArray[np.uint32]:
         return places_of(self._plan, [*STORED.values()], 0, len(STORED))
 
 
 def main() -> None:
-    fd, cell, *library = sys.argv[1:]
-    region = HostRegion.attach(int(fd))
-    rank = Rank(region, int(cell), Path(library[0]) if library else None)
+    region = HostRegion.attach(int(sys.argv[1]))
+    rank = Rank(region, int(sys.argv[2]))
     print("locked" if rank.swap.pinned else "not locked", flush=True)
     for line in sys.stdin:
         if line.strip() == "store":

@@ -19,10 +19,9 @@ PROCESS = Path(__file__).with_name("rank_process.py")
 
 
 class RankProcess:
-    def __init__(self, region: HostRegion, cell: int, library: list[str], stack: ExitStack) -> None:
-        """`library`: the fake driver's, if it is to be used."""
+    def __init__(self, region: HostRegion, cell: int, stack: ExitStack) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PROCESS), str(region.fd), str(cell), *library],
+            [sys.executable, str(PROCESS), str(region.fd), str(cell)],
             stdin=-1,
             stdout=-1,
             text=True,
@@ -48,9 +47,13 @@ class RankProcess:
         return self.process.wait(120)
 
 
-def two_ranks(library: list[str]) -> None:
+@pytest.mark.gpu
+def test_two_processes_page_lock_one_region_on_a_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
     with ExitStack() as stack, HostRegion.create(GEOMETRY, ROWS) as region:
-        ranks = [RankProcess(region, cell, library, stack) for cell in range(2)]
+        ranks = [RankProcess(region, cell, stack) for cell in range(2)]
         assert [rank.answer() for rank in ranks] == ["locked"] * 2
         assert [rank.ask("store") for rank in ranks] == ["stored"] * 2
         for block, row in STORED.items():
@@ -62,15 +65,7 @@ def two_ranks(library: list[str]) -> None:
         ranks[0].process.kill()
         ranks[0].process.wait()
         assert ranks[1].ask("load") == "loaded", "the memory stays locked for the other"
-        again = RankProcess(region, 0, library, stack)
+        again = RankProcess(region, 0, stack)
         assert again.answer() == "locked"
         assert again.ask("load") == "loaded"
         assert [rank.ends() for rank in (again, ranks[1])] == [0, 0]
-
-
-@pytest.mark.gpu
-def test_two_processes_page_lock_one_region_on_a_gpu() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
-    two_ranks([])

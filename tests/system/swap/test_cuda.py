@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tests.swap.scenario import (
     scenario_of,
 )
 from tests.swap.test_cuda import machine, swap_of, with_kernels
-from tests.swap.test_ranks import two_ranks
 
 __all__ = ["machine", "with_kernels"]  # fixtures
 
@@ -49,7 +47,3 @@ def test_a_stream_can_be_held_while_another_thread_waits(
     waiter.join(60)
     assert transfer.done()
     swap.close()
-
-
-def test_two_processes_page_lock_one_region(fake_library: Path) -> None:
-    two_ranks([str(fake_library)])
