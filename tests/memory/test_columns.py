@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from nixl_tiers.memory.columns import MOST_ROWS, MOST_WIDTH, ColumnsError, ListedColumns, write
+from nixl_tiers.memory.columns import MOST_ROWS, MOST_WIDTH, ColumnsError, ListedColumns, _places, write
 from nixl_tiers.memory.memfd import memfd
 
 WIDTH = 9
@@ -108,3 +108,13 @@ def test_another_size_than_the_header_says_is_refused(count: int, width: int) ->
     raw[:40] = header + struct.pack("<Q", xxh3_64_intdigest(header))
     with pytest.raises(ColumnsError, match="which is not what its header says"):
         ListedColumns.attach(sealed(bytes(raw)))
+
+
+def test_more_rows_than_are_handed_over_at_once_are_refused() -> None:
+    header = struct.pack("<8sQQQ", b"nixlcols", 1, MOST_ROWS + 1, WIDTH)
+    fd = memfd("test")
+    os.write(fd, header + struct.pack("<Q", xxh3_64_intdigest(header)))
+    os.ftruncate(fd, _places(MOST_ROWS + 1, WIDTH)[2])
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, ALL_SEALS)
+    with pytest.raises(ColumnsError, match="which is not what its header says"):
+        ListedColumns.attach(fd)

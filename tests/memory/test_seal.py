@@ -69,7 +69,7 @@ class InC:
         sizes = geometry.row_bytes, geometry.cell_payload, geometry.cell_bytes, geometry.seal_bytes
         self._shape = struct.pack("<4Q2I", *sizes, geometry.cells, geometry.sub_blocks)
         self._space = namespace + struct.pack("<Q", epoch)
-        self._scratch = ctypes.create_string_buffer(1 << 16), (ctypes.c_uint64 * (geometry.cell_payload // 1024 + 1))()
+        self._scratch = ctypes.create_string_buffer(1 << 16), (ctypes.c_uint64 * (geometry.cell_payload // 256 + 1))()
 
     def seal(self, row: np.ndarray, key: bytes, missing: int, sealed_at: int, copy: np.ndarray | None = None) -> None:
         where = ctypes.c_void_p(row.ctypes.data), None if copy is None else ctypes.c_void_p(copy.ctypes.data)

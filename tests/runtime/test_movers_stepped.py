@@ -45,6 +45,7 @@ from tests.support.file_tier import file_tier
 CHUNK_BYTES = 4096
 GEOMETRY = Geometry(1, CHUNK_BYTES)
 ROWS = 16
+CAPACITY = 16 << 20
 WAIT_S, PROBE_S = 3.0, 1.0
 KEYS: list[Key] = [b"key-%d" % number for number in range(8)]
 OK = bytes([Outcome.OK])
@@ -163,7 +164,7 @@ def movers(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMovers]:
 
 @pytest.fixture
 def rig(movers: FakeMovers, tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(movers, file_tier(tmp_path, "16MiB"))
+    rig = Rig(movers, file_tier(tmp_path, CAPACITY))
     yield rig
     rig.release()
 
@@ -210,7 +211,7 @@ def wrong_report(rig: Rig) -> None:
 
 def too_many_slots(rig: Rig) -> None:
     """It says that it has room for more than fits any medium of this capacity."""
-    rig.mover.send(Slots(0, 1 << 31))
+    rig.mover.send(Slots(0, 2 * CAPACITY // GEOMETRY.row_bytes + 1))
     rig.step()
 
 
