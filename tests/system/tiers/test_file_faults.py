@@ -1,4 +1,4 @@
-"""Directories and real file systems that fail under a running file tier: it goes down once, and comes up again."""
+"""Directories and real file systems that fail under a running file tier: it goes down, and comes up with the rest."""
 
 from __future__ import annotations
 

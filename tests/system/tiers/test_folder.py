@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -103,35 +103,6 @@ def test_path_may_be_a_link_and_belong_to_another_user(tmp_path: Path, path: Pat
         path.mkdir(exist_ok=True)
 
 
-def _to_everybody(place: Path, victim: Path) -> str:
-    place.mkdir()
-    place.chmod(0o777)
-    (place / "probe.tmp").symlink_to(victim / "probe.tmp")
-    return f"{place} can be written to by others (mode 0777)"
-
-
-def _a_link(place: Path, victim: Path) -> str:
-    place.symlink_to(victim)
-    return f"{place} is no directory"
-
-
-@pytest.mark.parametrize("prepare", [_to_everybody, _a_link])
-@pytest.mark.parametrize("name", ["part-0", ".incoming", f"part-0/{HOME}"])
-def test_directory_placed_by_others_is_refused(
-    path: Path, region: HostRegion, victim: Path, name: str, prepare: Callable[[Path, Path], str]
-) -> None:
-    tier = make_tier("files" if name == ".incoming" else "slabs", path, region)
-    place = path / name
-    if "/" in name:
-        place.parent.mkdir(mode=0o700)
-    wrong = prepare(place, victim)
-    assert refused(tier) == f"path: {wrong}: remove it, or give the tier a path of its own"
-    place.unlink() if place.is_symlink() or not place.is_dir() else shutil.rmtree(place)
-    tier.open(NAMESPACE, 0)
-    serves(tier, region)
-    tier.close()
-
-
 def test_foreign_namespaces_are_not_deleted_to_make_room(path: Path, region: HostRegion, victim: Path) -> None:
     (path / "part-1").symlink_to(victim)
     open_to_all = path / "part-2"
@@ -190,27 +161,5 @@ def test_directory_replaced_under_a_running_tier_takes_it_down(
     assert str(home) in refused(tier)
     home.unlink()
     (path / "elsewhere").rename(home)
-    tier.open(NAMESPACE, 0)
-    serves(tier, region)
-
-
-def test_file_system_with_forced_modes_gets_a_refusal_of_its_own(
-    path: Path, tier: FileTier, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on an SMB share with file_mode=0777: removing the refused file would not help."""
-    plain = os.open
-
-    def for_all(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        descriptor = plain(name, flags, mode, dir_fd=dir_fd)
-        if flags & os.O_CREAT:
-            os.fchmod(descriptor, 0o777)
-        return descriptor
-
-    with monkeypatch.context() as share:
-        share.setattr(os, "open", for_all)
-        sentence = refused(tier)
-    assert sentence.startswith(f"path: at {path} others can write to whatever is made (mode 0777")
-    assert "remove" not in sentence
-    assert list(path.iterdir()) == []
     tier.open(NAMESPACE, 0)
     serves(tier, region)

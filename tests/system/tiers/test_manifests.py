@@ -14,7 +14,6 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME, Description, Manifest
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import manifests
-from tests.support.disks import assert_never_exceeds
 from tests.support.times import changed
 from tests.system.tiers.file_tiers import Clock, FileTier, load, make_tier, run_until, store
 
@@ -71,17 +70,6 @@ def test_manifest_is_written_beside_rows_for_its_owner_only(layout: str, tmp_pat
     tier.close()
     assert not list(tmp_path.rglob("*.new"))
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@LAYOUTS
-def test_manifest_keeps_within_the_capacity_of_a_full_tier(layout: str, tmp_path: Path, region: HostRegion) -> None:
-    capacity = 2 << 20  # less than 64 rows
-    with assert_never_exceeds(tmp_path, capacity):
-        tier = start(layout, tmp_path, region, capacity=capacity)
-        for first in range(0, 64, 16):
-            store(tier, region, range(first, first + 16))
-        run_until(tier, manifest_path(layout, tmp_path).exists)
-        tier.close()
 
 
 KILLED = """

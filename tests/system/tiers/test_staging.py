@@ -22,7 +22,7 @@ from nixl_tiers.tiers.slab.tier import SlabTier
 from nixl_tiers.tiers.slab.transfers import NixlTransfers, WorkerTransfers
 from nixl_tiers.tiers.slab.worker import Moved, Worker
 from tests.mover.harness import NAMESPACE, key_of, wait_until
-from tests.system.tiers.file_tiers import GEOMETRY, ROWS, load, make_tier, outcomes, store
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS, load, make_tier, store
 
 
 @pytest.fixture(params=["slabs", "slabs by NIXL"])
@@ -106,37 +106,6 @@ def test_failed_transfers_are_tried_alone_and_give_their_places_back(
         assert not in_use(tier)
     assert wait_until(lambda: set(store(tier, region, range(ROWS))) == {Outcome.OK})
     assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
-
-
-def test_units_wait_for_room_in_the_buffer(
-    layout: str, tmp_path: Path, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BUFFER_BYTES", 3 * GEOMETRY.row_bytes)
-    monkeypatch.setattr("nixl_tiers.tiers.slab.transfers._STAGED_LOADS_BYTES", 3 * GEOMETRY.row_bytes)
-    for name in ("slab.transfers._UNIT_ROWS", "slab.transfers._WORKER_UNIT_ROWS"):
-        monkeypatch.setattr(f"nixl_tiers.tiers.{name}", 2)
-    tier = slab_tier(layout, tmp_path / "kv", region, staged=True)
-    serve(tier)
-    most = 0
-    take = module.Buffer.take
-
-    def counted(buffer: module.Buffer, rows: int) -> list[int]:
-        nonlocal most
-        places = take(buffer, rows)
-        most = max(most, len(buffer.rows) - len(buffer._free))
-        return places
-
-    monkeypatch.setattr(module.Buffer, "take", counted)
-    assert set(store(tier, region, range(ROWS))) == {Outcome.OK}
-    first = [Move(row, row, key_of(row)) for row in range(ROWS // 2)]
-    second = [Move(row, row, key_of(row), seal=True) for row in range(ROWS // 2, ROWS)]
-    region.rows_view[: ROWS // 2] = 0
-    both = outcomes(tier, tier.load(first), tier.store(second))  # neither direction takes the other's room
-    assert [set(part) for part in both] == [{Outcome.OK}, {Outcome.OK}]
-    assert set(load(tier, region, range(ROWS // 2))) == {Outcome.OK}
-    assert 2 <= most <= 3
-    assert not in_use(tier)
-    tier.close()
 
 
 def test_without_memory_for_the_buffer_rows_are_moved_directly(

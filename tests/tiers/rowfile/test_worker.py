@@ -339,20 +339,6 @@ def test_directories_that_others_remove_meanwhile_are_made_again(rig: Rig, when:
     assert rig.load().verdict is Verdict.OK
 
 
-def test_path_that_was_removed_is_not_made_again(rig: Rig) -> None:
-    shutil.rmtree(rig.path)
-    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.ENOENT)
-    assert not rig.path.exists()
-
-
-def test_rows_stay_in_the_directory_that_was_opened(rig: Rig) -> None:
-    """The path may lead to the directory below a mount that has gone."""
-    rig.path.rename(rig.path.with_name("elsewhere"))
-    rig.path.mkdir()
-    assert rig.store().verdict is Verdict.OK
-    assert list(rig.path.iterdir()) == []
-
-
 # --- what is foreign --------------------------------------------------------------------------------------------------
 
 
@@ -416,12 +402,6 @@ def test_row_that_is_not_there_is_missing(rig: Rig, level: str) -> None:
         rig.answer = answer
         assert rig.load()[:2] == (Trouble.ABSENT, 0)
         assert rig.load().verdict is Verdict.OK
-
-
-def test_row_that_becomes_stale_while_it_is_read_is_missing(rig: Rig) -> None:
-    rig.store()
-    rig.answer = first(errno.ESTALE, "pread")
-    assert rig.load().verdict is Trouble.ABSENT
 
 
 def test_nothing_is_missing_where_the_path_itself_is_stale(rig: Rig) -> None:
@@ -500,30 +480,3 @@ def test_good_row_is_touched_unless_it_was_used_lately_or_expire_if_due_or_its_s
     os.utime(rig.row, (used_s, used_s))
     rig.answer = first(errno.EPERM, "futimens")
     assert rig.load(**later).verdict is Verdict.OK
-
-
-def test_row_that_is_there_is_not_stored_again_where_that_is_asked_for(rig: Rig) -> None:
-    rig.store()
-    before = rig.row.stat()
-    os.utime(rig.row, (NOW, NOW))
-    rig.calls.clear()
-    assert rig.store(keep=True, touch_before_s=NOW + 1).verdict is Trouble.FOUND
-    assert rig.row.stat().st_ino == before.st_ino
-    assert rig.row.stat().st_mtime > NOW, "it was used"
-    assert not [call for call, *_ in rig.calls if call in {"mkdirat", "pwrite", "renameat"}]
-    assert rig.store().verdict is Verdict.OK
-    assert rig.row.stat().st_ino != before.st_ino
-
-
-@pytest.mark.parametrize("damage", ["short", "link", "directory"])
-def test_what_is_no_row_is_replaced_or_stays(rig: Rig, damage: str) -> None:
-    rig.store()
-    if damage == "short":
-        os.truncate(rig.row, 4096)
-    else:
-        rig.row.unlink()
-        rig.row.mkdir() if damage == "directory" else rig.row.symlink_to("/")
-    error = errno.EISDIR if damage == "directory" else 0
-    verdict = Trouble.NOT_MOVED if error else Verdict.OK
-    assert rig.store(keep=True)[:2] == (verdict, error)
-    assert rig.load().verdict is (Trouble.FOREIGN if error else Verdict.OK)
