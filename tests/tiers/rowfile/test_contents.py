@@ -101,12 +101,6 @@ def test_sweep_that_cannot_read_everything_is_none(
 
 
 @pytest.mark.usefixtures("_rows")
-def test_row_that_cannot_be_looked_at_counts_by_its_name(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in(monkeypatch, "stat", BAD.name)
-    assert contents.sweep().rows[OURS] == (len(KEYS), ROW)
-
-
-@pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize("what", ["directory", "namespace"])
 def test_directory_of_another_user_or_open_to_others_is_left_alone(
     contents: Contents, tmp_path: Path, what: str
@@ -262,18 +256,6 @@ def test_row_that_was_used_since_or_is_another_by_now_is_not_deleted(
 
 
 @pytest.mark.usefixtures("_rows")
-@pytest.mark.parametrize("method", ["stat", "unlink"])
-def test_row_that_cannot_be_deleted_keeps_no_other(
-    contents: Contents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
-) -> None:
-    rows = contents.rows(BAD.namespace, BAD.fanout)
-    with monkeypatch.context() as patch:
-        fail_in(patch, method, BAD.name)
-        assert {*rows} - {*contents.unlink(rows)} == {row for row in rows if row.name == BAD.name}
-    assert f"{BAD.name} cannot be deleted (Input/output error)" in caplog.text
-
-
-@pytest.mark.usefixtures("_rows")
 def test_directories_without_rows_go_but_for_those_that_are_served(contents: Contents, tmp_path: Path) -> None:
     for namespace in (OURS, OTHER):
         (tmp_path / namespace / MANIFEST_NAME).write_bytes(b"{}")
@@ -312,16 +294,6 @@ def test_time_of_a_row_is_set_to_the_servers(contents: Contents, directory: RowD
     assert abs(file.stat().st_mtime - directory.server_time.now_s()) < 60
     file.unlink()
     contents.touch([Row(*BAD[:2], BAD.name, 0, ROW)])
-
-
-def test_directory_of_unfinished_files_is_made_again(
-    contents: Contents, directory: RowDirectory, tmp_path: Path
-) -> None:
-    (tmp_path / INCOMING).rmdir()
-    directory.server_time._read = None
-    contents.server_s()
-    assert contents.sweep().nbytes == 0
-    assert (tmp_path / INCOMING).is_dir()
 
 
 @pytest.mark.parametrize("ahead_s", [86_400.0, -86_400.0])

@@ -240,6 +240,15 @@ def test_capacity_below_one_row_is_refused_but_for_a_reader(make: Make) -> None:
     assert make(capacity=1 << 60).tier.open(NAMESPACE, 0) == MAX_SLOTS
 
 
+def test_directory_of_slabs_is_refused(make: Make) -> None:
+    one = make()
+    one.path.mkdir()
+    (one.path / ".ledger").touch()
+    with pytest.raises(TierRefused, match=f"^path: {one.path} holds slabs, and a directory has one layout"):
+        one.open()
+    assert [file.name for file in one.path.iterdir()] == [".ledger"]
+
+
 def test_below_min_free_rows_are_only_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [16]
 
@@ -431,13 +440,18 @@ def test_reader_changes_nothing_and_needs_no_right_to(
     assert contents() == before
 
 
-def test_manifest_is_wanted_once_there_are_rows(make: Make) -> None:
+def test_manifest_is_wanted_once_there_are_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make().open()
     assert not one.tier.served.is_wanted()
     one.store(range(1))
     assert one.tier.served.is_wanted()
     assert one.tier.served.write(b"{}")
     assert one.tier.served.read() == b"{}"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            one.tier.served.write(b"{ half of it")
+    assert one.tier.served.read() == b"{}", "it is replaced whole or not at all"
     about = one.path / NAMESPACE.hex() / MANIFEST_NAME
     assert about.stat().st_mode & 0o777 == 0o600
     assert not [*(one.path / ".incoming").iterdir()]
