@@ -12,10 +12,10 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import Move, TierDown, TierRefused
+from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, key_of, payload, wait_until
-from tests.system.tiers.file_tiers import GEOMETRY, ROWS, FileTier, make_tier
+from tests.mover.harness import NAMESPACE, key_of
+from tests.system.tiers.file_tiers import ROWS, FileTier, load, make_tier, store
 
 HOME = NAMESPACE.hex()
 OTHER_UID = 65534
@@ -53,30 +53,11 @@ def tier(request: pytest.FixtureRequest, path: Path, region: HostRegion) -> Iter
     tier.close()
 
 
-def store(tier: FileTier, region: HostRegion, numbers: range) -> set[Outcome]:
-    for row, number in enumerate(numbers):
-        region.rows_view[row] = payload(number, GEOMETRY)
-    return ended(tier, tier.store([Move(row, n, key_of(n), seal=True) for row, n in enumerate(numbers)]))
-
-
-def ended(tier: FileTier, batch_id: int) -> set[Outcome]:
-    """The outcomes of a batch, once it has ended. Raises TierDown."""
-    found: list[set[Outcome]] = []
-
-    def over() -> bool:
-        found.extend(set(done.outcomes) for done in tier.poll() if done.batch_id == batch_id)
-        return bool(found)
-
-    assert wait_until(over)
-    return found[0]
-
-
 def serves(tier: FileTier, region: HostRegion) -> None:
     for _ in tier.list_rows():
         pass
-    assert store(tier, region, range(ROWS)) <= {Outcome.OK, Outcome.FOUND}
-    moves = [Move(row, row, key_of(row)) for row in range(ROWS)]
-    assert ended(tier, tier.load(moves)) == {Outcome.OK}
+    assert set(store(tier, region, range(ROWS))) <= {Outcome.OK, Outcome.FOUND}
+    assert set(load(tier, region, range(ROWS))) == {Outcome.OK}
 
 
 def refused(tier: FileTier) -> str:
@@ -135,7 +116,7 @@ def test_foreign_row_files_are_not_evicted(path: Path, region: HostRegion, victi
     for _ in tier.list_rows():
         pass
     for start in range(0, 2 * slots, ROWS):
-        assert store(tier, region, range(start, start + ROWS)) == {Outcome.OK}
+        assert set(store(tier, region, range(start, start + ROWS))) == {Outcome.OK}
     tier.close()
 
 

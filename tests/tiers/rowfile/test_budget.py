@@ -44,26 +44,6 @@ def test_window_is_a_64th_of_the_capacity_and_16_rows_at_least() -> None:
     assert Budget(1 << 20, ROW).window_bytes == 16 * ROW
 
 
-def test_full_directory_is_swept_before_anything_is_evicted(budget: Budget) -> None:
-    """Others may have made room."""
-    sweep(budget, ROWS - 4)
-    assert reserve(budget) == 4
-    assert budget.sweep_due
-    assert not budget.excess_bytes
-    sweep(budget, ROWS - 50)
-    assert not budget.excess_bytes
-    assert budget.reserve()
-
-
-def test_row_is_stored_as_soon_as_there_is_room_while_more_is_made(budget: Budget) -> None:
-    sweep(budget, ROWS)
-    budget.reserve()
-    sweep(budget, ROWS)
-    budget.evicted("own", ROW)
-    assert budget.reserve()
-    assert budget.excess_bytes == WINDOW * ROW
-
-
 def test_below_min_free_only_what_this_process_evicts_makes_room(budget: Budget) -> None:
     """With each counting what all evict, free space would drain."""
     sweep(budget, 500)

@@ -54,18 +54,6 @@ def sweeps(contents: Contents, tmp_path: Path) -> Sweeps:
     return Sweeps(contents, tmp_path)
 
 
-def test_row_that_is_refused_has_room_after_a_step(sweeps: Sweeps) -> None:
-    sweeps.fill()
-    sweeps.sweeper.step()
-    assert sweeps.there == 8, "nobody wants to store"
-    assert not sweeps.budget.reserve()
-    sweeps.clock.now += PAUSE_S
-    sweeps.sweeper.step()
-    assert sweeps.there == 6
-    assert not sweeps.sweeper.full
-    assert sweeps.budget.reserve(2)
-
-
 def test_row_for_which_no_room_can_be_made_does_not_wait(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps.fill()
     monkeypatch.setattr(sweeps.contents, "unlink", lambda _: [])

@@ -1,4 +1,4 @@
-"""The native worker of row files, compiled with sanitizers."""
+"""Row files keep the contract of a tier, and their native worker runs under sanitizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from nixl_tiers.testing.conformance import StorageTierTests
+from nixl_tiers.testing.medium import Medium
 from tests.support.compiled import CSRC, sanitizer_flags
+from tests.system.tiers.media import RowFiles
+
+
+class TestFilesStorage(StorageTierTests):
+    @pytest.fixture
+    def medium(self, tmp_path: Path) -> Medium:
+        return RowFiles(tmp_path)
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
