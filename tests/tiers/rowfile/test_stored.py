@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_purge_leaves_rows_that_were_used_or_stored_since(
     found, counted = FileNamespace.found(tmp_path, OURS, None), FileNamespace.counted
     assert (found.rows, found.holder) == (len(rows), "")
 
-    def meanwhile(namespace: FileNamespace, problems: Problems) -> object:
+    def meanwhile(namespace: FileNamespace, problems: Problems) -> Iterator[Any]:
         for row in counted(namespace, problems):
             if row.file == rows[0].name:
                 change(rows[0])

@@ -16,10 +16,11 @@ import pytest
 from nixl_tiers.base.chunk import FAILING, FULL, Outcome
 from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers import disk
-from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_SLOTS, Move, TierDown, TierRefused
 from nixl_tiers.tiers.rowfile import tier as tier_module
 from nixl_tiers.tiers.rowfile import transfers
 from nixl_tiers.tiers.rowfile.contents import Contents
+from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.sweep import Sweeper
 from nixl_tiers.tiers.rowfile.tier import MARGIN_BYTES
 from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
@@ -91,9 +92,12 @@ def test_small_rows_are_moved_together(make: Make, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transfers, "_UNIT_ROWS", 8)
     one = make().open()
     units, move = list[int](), one.tier._transfers.worker.move
-    monkeypatch.setattr(
-        one.tier._transfers.worker, "move", lambda moves, *a, **b: (units.append(len(moves)), move(moves, *a, **b))[1]
-    )
+
+    def noted(moves: list[Move], *more: Any, **options: Any) -> Any:
+        units.append(len(moves))
+        return move(moves, *more, **options)
+
+    monkeypatch.setattr(one.tier._transfers.worker, "move", noted)
     assert one.store(range(ROWS)) == [OK] * ROWS
     assert one.load(range(ROWS)) == [OK] * ROWS
     assert units == [8] * (ROWS // 8) * 2
@@ -186,7 +190,7 @@ def test_row_that_cannot_be_read_has_failed_and_stays(stored: SteppedFiles, call
 
 def test_corrupt_row_that_was_replaced_meanwhile_stays(stored: SteppedFiles) -> None:
     row = stored.row(0)
-    status, path = row.stat(), transfers.RowPath.of(NAMESPACE.hex(), key_of(0))
+    status, path = row.stat(), RowPath.of(NAMESPACE.hex(), key_of(0))
     good = row.read_bytes()
     row.with_suffix(".new").write_bytes(good)
     row.with_suffix(".new").rename(row)
@@ -203,7 +207,7 @@ def test_error_of_a_thread_ends_the_mover(stored: SteppedFiles, monkeypatch: pyt
     cut(stored.row(0))
     with monkeypatch.context() as patch:
         patch.setattr(stored.tier.directory, "delete_unless_replaced", lambda *_: 1 // 0)
-        stored.tier.load([transfers.Move(0, 0, key_of(0))])
+        stored.tier.load([Move(0, 0, key_of(0))])
         with pytest.raises(ZeroDivisionError):
             stored.end(-1)
     monkeypatch.setattr(Contents, "sweep", lambda _: 1 // 0)
@@ -307,6 +311,17 @@ def test_rows_are_known_by_the_second_in_which_they_were_stored_found_or_loaded(
     assert one.load(range(1)) == [MISSING]
     assert known(one) == {}
     assert absent(one, keys[:1]) == keys[:1]
+
+
+def test_nothing_is_said_or_served_of_what_was_opened_before(stored: SteppedFiles) -> None:
+    """After a reset of the weights, of the namespace or of its epoch, rows of before are misses."""
+    assert stored.tier.check_existence(1, [key_of(0)], False)
+    stored.open(bytes(16))
+    assert stored.tier.found() == []
+    assert list(stored.tier.existence_answers()) == []
+    assert stored.load(range(2)) == [MISSING] * 2
+    stored.tier.open(NAMESPACE, 1)
+    assert OK not in stored.load(range(2))
 
 
 def test_row_whose_question_fails_is_not_absent(stored: SteppedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +438,9 @@ def test_reader_changes_nothing_and_needs_no_right_to(
     reader = make(write="off", max_age=AGE_S, capacity=1 << 20)
 
     def reading(name: Any, flags: int, *args: Any, **more: Any) -> int:
-        return refuse() or -1 if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else opened(name, flags, *args, **more)
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refuse()
+        return opened(name, flags, *args, **more)
 
     for name in ("mkdir", "unlink", "rename", "rmdir", "utime", "ftruncate", "pwrite"):
         monkeypatch.setattr(os, name, refuse)
@@ -478,6 +495,7 @@ def test_directory_that_may_be_anothers_takes_the_tier_down(stored: SteppedFiles
     assert stored.store([ROWS]) == [FAILED]
     with pytest.raises(TierDown, match=str(place)):
         poll_twice(stored)
+    assert stored.tier.directory._held is None, "the file system can be unmounted"
     with pytest.raises(TierRefused, match=str(place)):
         stored.open()
 
