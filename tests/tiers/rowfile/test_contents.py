@@ -230,6 +230,27 @@ def test_unfinished_files_of_others_count_until_they_are_old(
     assert not path.exists()
 
 
+def test_unfinished_files_of_dead_processes_of_this_machine_go_at_once(
+    directory: RowDirectory, contents: Contents, tmp_path: Path
+) -> None:
+    host, namespace, own, token, _ = directory.temp_names.prefix.split("-")
+    none = str(1 << 23)  # no process of Linux has this pid
+    names = {
+        f"{host}-{namespace}-{none}-01234567-0.tmp": True,
+        f"{host}-{namespace}-{own}-01234567-0.tmp": False,
+        f"{host}-01234567-{none}-01234567-0.tmp": False,  # of another container
+        f"{host}-{namespace}-{none}-{token}-0.tmp.bak": False,
+        "thesis.tmp": False,
+    }
+    for name in names:
+        (tmp_path / INCOMING / name).write_bytes(b"")
+    contents.sweep()
+    assert {name: not (tmp_path / INCOMING / name).exists() for name in names} == names
+    os.utime(tmp_path / INCOMING / "thesis.tmp", (1, 1))
+    contents.sweep()
+    assert (tmp_path / INCOMING / "thesis.tmp").exists()
+
+
 # --- rows that are deleted --------------------------------------------------------------------------------------------
 
 

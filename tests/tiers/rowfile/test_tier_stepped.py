@@ -457,6 +457,15 @@ def test_reader_changes_nothing_and_needs_no_right_to(
     assert contents() == before
 
 
+def test_reader_waits_for_what_is_not_there_and_makes_nothing(make: Make) -> None:
+    reader, writer = make(write="off"), make()
+    with pytest.raises(TierDown, match=f"{reader.path} does not exist yet"):
+        reader.open()
+    assert not reader.path.exists()
+    writer.open().store(range(2))
+    assert reader.open().there(range(4)) == [0, 1]
+
+
 def test_manifest_is_wanted_once_there_are_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make().open()
     assert not one.tier.served.is_wanted()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +13,12 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Open, Opened, Store
+from nixl_tiers.mover.protocol import Store
 from nixl_tiers.store import open_with
 from nixl_tiers.tiers.base import Move
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.existence import MAX_CONCURRENT
-from nixl_tiers.tiers.rowfile.names import TempNames
-from tests.mover.harness import NAMESPACE, MoverProcess, key_of, payload, wait_until
+from tests.mover.harness import MoverProcess, key_of, payload
 from tests.support.disks import refusing_mount, run, tmpfs
 from tests.support.file_tier import files_tier
 from tests.support.load import get, put
@@ -55,30 +52,6 @@ def test_two_movers_may_store_the_same_row_at_once(tmp_path: Path) -> None:
             for path in tmp_path.rglob("*.row"):
                 path.unlink()
         assert not any((tmp_path / INCOMING).iterdir())
-
-
-def test_unfinished_files_of_dead_processes_of_this_machine_go_at_once(tmp_path: Path) -> None:
-    code = "from nixl_tiers.tiers.rowfile.names import TempNames; print(TempNames().prefix + '0.tmp')"
-    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    (tmp_path / INCOMING).mkdir(mode=0o700)
-    dead, alive, foreign = (
-        tmp_path / INCOMING / name for name in (ended.stdout.strip(), TempNames().prefix + "0.tmp", "thesis.tmp")
-    )
-    for path in (dead, alive, foreign):
-        path.write_bytes(bytes(4096))
-    os.utime(foreign, (1, 1))
-    with mover_on(tmp_path) as mover:
-        mover.open()
-        mover.listed_rows()
-        assert wait_until(lambda: not dead.exists())
-    assert alive.exists()
-    assert foreign.exists()
-
-
-# --- capacity ---
-
-
-# --- what does not answer, or may only be read ---
 
 
 def test_mover_whose_questions_hang_is_killed_and_the_next_one_serves(
@@ -136,18 +109,3 @@ def test_reader_of_a_directory_mounted_read_only(tmp_path: Path) -> None:
             mover.stop()
             assert "Traceback" not in mover.log()
         write(path)  # a writer goes on there
-
-
-def test_reader_waits_for_what_is_not_there(tmp_path: Path) -> None:
-    """It makes nothing, and serves what comes."""
-    path = tmp_path / "kv"
-    with mover_on(path, write="off") as mover:
-        mover.send(Open(NAMESPACE, 0))
-        down = mover.expect(lambda m: isinstance(m, Down))
-        assert isinstance(down, Down)
-        assert str(path) in down.reason
-        assert not path.exists()
-        write(tmp_path / "elsewhere")
-        (tmp_path / "elsewhere").rename(path)  # with all of its rows at once: it lists what is there when it looks
-        mover.expect(lambda m: isinstance(m, Opened))
-        assert mover.there(range(2 * ROWS)) == list(range(ROWS))
