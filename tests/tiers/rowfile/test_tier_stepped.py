@@ -442,8 +442,9 @@ def test_reader_changes_nothing_and_needs_no_right_to(
             refuse()
         return opened(name, flags, *args, **more)
 
+    attempts: list[str] = []
     for name in ("mkdir", "unlink", "rename", "rmdir", "utime", "ftruncate", "pwrite"):
-        monkeypatch.setattr(os, name, refuse)
+        monkeypatch.setattr(os, name, lambda *_, name=name, **__: attempts.append(name) or refuse())
     monkeypatch.setattr(os, "open", reading)
     assert reader.open().there(range(2 * ROWS)) == [*range(ROWS)]
     assert reader.load(range(ROWS)) == [OK] * ROWS
@@ -455,6 +456,7 @@ def test_reader_changes_nothing_and_needs_no_right_to(
     assert reader.there(range(ROWS)) == []
     assert not reader.tier.served.is_wanted(), "nor does it write a manifest"
     assert contents() == before
+    assert attempts == []
 
 
 def test_reader_waits_for_what_is_not_there_and_makes_nothing(make: Make) -> None:
