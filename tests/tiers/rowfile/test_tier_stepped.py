@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -443,8 +444,13 @@ def test_reader_changes_nothing_and_needs_no_right_to(
         return opened(name, flags, *args, **more)
 
     attempts: list[str] = []
+
+    def attempt(name: str, *_: object, **__: object) -> None:
+        attempts.append(name)
+        refuse()
+
     for name in ("mkdir", "unlink", "rename", "rmdir", "utime", "ftruncate", "pwrite"):
-        monkeypatch.setattr(os, name, lambda *_, name=name, **__: attempts.append(name) or refuse())
+        monkeypatch.setattr(os, name, partial(attempt, name))
     monkeypatch.setattr(os, "open", reading)
     assert reader.open().there(range(2 * ROWS)) == [*range(ROWS)]
     assert reader.load(range(ROWS)) == [OK] * ROWS
