@@ -30,7 +30,6 @@ LONG: Final = (
     "tests/system/integration/test_exits.py",
     "tests/system/tiers/gds/test_conformance.py",
     "tests/system/core/test_order.py",
-    "tests/system/tiers/rowfile/test_conformance.py",
     "tests/vllm/test_compat.py",
     "tests/core/test_crossover.py",
     "tests/system/test_monitoring.py",
