@@ -1,16 +1,18 @@
-"""The memory in which downloads land."""
+"""The memory in which downloads land, and the names of rows."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nixl_tiers.base.chunk import NAMESPACE_BYTES, object_name
 from nixl_tiers.tiers.s3.concurrency import MOST
 from nixl_tiers.tiers.s3.data import MIN_STAGING_ROWS, SPARE_STAGING_ROWS, STAGING_BYTES, _staging
-from nixl_tiers.tiers.s3.names import RECENT_NAMES
+from nixl_tiers.tiers.s3.names import RECENT_NAMES, RowNames
 
 MIB = 1 << 20
 
@@ -40,3 +42,21 @@ def test_staging_rows_stay_out_of_core_dumps() -> None:
         if int(lines.partition("-")[0], 16) <= address < int(lines.partition("-")[2].partition(" ")[0], 16)
     )
     assert "dd" in flags
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda space, row: f"vk/{space}/{row}",
+        lambda space, row: f"kv/{space[:-1]}g/{row}",
+        lambda space, row: f"kv/{space[:-1]}/{row}",
+        lambda space, row: f"kv/{space}/{row}0",
+        lambda space, row: f"kv/x/{space}/{row}",
+        lambda space, row: f"kv/{space}/zz/{row[3:]}",
+    ],
+    ids=["another prefix", "no digits", "too short", "half a byte", "deeper", "another folder"],
+)
+def test_an_object_with_any_other_name_is_no_row(name: Callable[[str, str], str]) -> None:
+    names, space, key = RowNames("kv"), "ab" * NAMESPACE_BYTES, b"key"
+    assert names.parse(names.name(space, key)) == (space, key)
+    assert names.parse(name(space, object_name(key))) is None
