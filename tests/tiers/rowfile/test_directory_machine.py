@@ -353,7 +353,7 @@ class World:
 
     def run(self, steps: int) -> None:
         names = list(EVENTS)
-        weights = [weight * self.random.choice([0.3, 1.0, 3.0]) for event, weight in EVENTS.items()]
+        weights = [weight * self.random.choice(MORE_OR_LESS.get(event, [1.0])) for event, weight in EVENTS.items()]
         for event in self.random.choices(names, weights, k=steps):
             process = self.random.choice(self.places)
             if process is None:
@@ -413,6 +413,20 @@ EVENTS: dict[Callable[[World, Process], Any], float] = {
     World.starts: 3,
     World.together: 1,
 }
+
+
+MORE_OR_LESS: dict[Callable[[World, Process], Any], list[float]] = {
+    World.step: [0.3, 1.0, 2.0],
+    World.store: [0.3, 1.0],
+    World.writes: [0.2, 1.0, 2.0],
+    World.loads: [0.0, 1.0, 4.0],
+    World.corrupt: [0.0, 1.0, 5.0],
+    World.cleans: [0.0, 1.0, 10.0],
+    World.pause: [0.0, 1.0, 3.0],
+    World.kill: [0.0, 1.0, 5.0],
+    World.together: [0.0, 1.0, 4.0],
+}
+"""In one world, than in others."""
 
 
 def world_of(seed: int, **named: Any) -> World:
