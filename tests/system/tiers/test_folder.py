@@ -12,9 +12,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import TierDown, TierRefused
+from nixl_tiers.tiers.base import Move, TierDown, TierRefused
 from nixl_tiers.tiers.slab.tier import SlabTier
-from tests.mover.harness import NAMESPACE, key_of
+from tests.mover.harness import NAMESPACE, key_of, wait_until
 from tests.system.tiers.file_tiers import ROWS, FileTier, load, make_tier, store
 
 HOME = NAMESPACE.hex()
@@ -132,7 +132,9 @@ def test_directory_replaced_under_a_running_tier_takes_it_down(
     start, down = ROWS, ""
     while not down:
         try:
-            store(tier, region, range(start, start + ROWS))  # slabs grow, row files are created
+            moves = [Move(row, start + row, key_of(start + row), seal=True) for row in range(ROWS)]
+            batch = tier.store(moves)  # slabs grow, row files are created
+            assert wait_until(lambda batch=batch: any(done.batch_id == batch for done in tier.poll()))
             tier.delete([(number, key_of(number)) for number in range(start, start + ROWS)])
             tier.poll()
         except TierDown as error:
