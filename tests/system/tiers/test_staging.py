@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,8 @@ WAYS = pytest.mark.parametrize("layout", ["slabs", "slabs by NIXL"])
 
 
 def opened(layout: str, path: Path, region: HostRegion, *, staged: bool) -> SlabTier:
-    tier: Any = make_tier(layout, path, region, staged=staged)
+    tier = make_tier(layout, path, region, staged=staged)
+    assert isinstance(tier, SlabTier)
     tier.open(NAMESPACE, 0)
     for _ in tier.list_rows():
         pass
