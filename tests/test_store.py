@@ -96,12 +96,3 @@ def test_rows_that_never_come_are_misses_soon_after_the_last_that_does(monkeypat
     with TieredStore(tier.coordinator) as store:
         assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == ([False] + [True] * 19) * 3
     assert tier.now <= 100.0 + 60 * POLL_S + WAIT_S
-
-
-def test_rows_that_are_given_up_prolong_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = keys_of(60)
-    tier = SlowTier(keys, monkeypatch)
-    tier.outcome = Outcome.FAILED
-    with TieredStore(tier.coordinator) as store:
-        assert store.get(keys, np.zeros((60, SIZE), np.uint8)) == [False] * 60
-    assert tier.now <= 100.0 + WAIT_S + POLL_S

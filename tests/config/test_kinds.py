@@ -74,11 +74,6 @@ def test_names_are_unique() -> None:
     assert schema.load(config(*tiers)).names == ("tape", "file", "tape2", "cpu2")
 
 
-def test_capabilities_have_safe_defaults() -> None:
-    (tier,) = schema.load(config(TAPE)).storage
-    assert (tier.physical_slots, tier.asked, tier.on_disk, tier.locality) == (False, False, False, None)
-
-
 @pytest.mark.parametrize(
     ("tier", "sentence"),
     [

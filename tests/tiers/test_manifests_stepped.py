@@ -90,22 +90,6 @@ def test_its_last_use_is_written_at_open_and_at_the_end(rig: Rig) -> None:
     assert rig.written.created == began_s
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", bytes(70_000), b'{"format": 1, "namespace": 7}'])
-def test_a_damaged_one_is_replaced(rig: Rig, raw: bytes) -> None:
-    rig.medium.raw = raw
-    rig.step()
-    assert rig.written.namespace == NAMESPACE
-
-
-def test_without_room_it_is_tried_again(rig: Rig) -> None:
-    rig.medium.room = False
-    assert rig.step() == RETRY_S
-    assert rig.medium.raw is None
-    rig.medium.room = True
-    rig.step(RETRY_S)
-    assert rig.written.namespace == NAMESPACE
-
-
 def test_a_medium_that_fails_is_logged_once_and_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     for error in (OSError(30, "Read-only file system"), ZeroDivisionError(), OSError(30, "Read-only file system")):
         rig.medium.fails = error

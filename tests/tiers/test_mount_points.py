@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 
 from nixl_tiers.base.log_once import LogOnce
-from nixl_tiers.mover.protocol import Configure, Opened, decode_to_coordinator, decode_to_mover, encode
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import MountGuard, prepare_path
@@ -65,11 +64,3 @@ def test_path_whose_mount_has_gone_is_down_and_nothing_is_made(tmp_path: Path, m
     assert not config.path.exists()
     mounted.append(tmp_path)
     prepare_path(config, MountGuard(tier), log)
-
-
-def test_mount_point_goes_to_the_engine_and_to_the_next_mover() -> None:
-    opened = decode_to_coordinator(encode(Opened(0, 1, b"/mnt/\xff")))
-    assert isinstance(opened, Opened)
-    configure = decode_to_mover(encode(Configure({}, 1, 1, 1, 1, mount_point=opened.mount_point)))
-    assert isinstance(configure, Configure)
-    assert configure.mount_point == b"/mnt/\xff"

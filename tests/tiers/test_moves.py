@@ -114,27 +114,6 @@ def test_moves_are_reported_once_while_others_of_their_batch_go_on() -> None:
     assert medium.pipeline.take_ended() == []
 
 
-def test_batch_is_reported_once_when_its_last_move_has_ended() -> None:
-    medium = Medium()
-    batch = medium.pipeline.load(moves(1, 2))
-    other = medium.pipeline.store(moves(3))
-    assert batch != other
-    assert medium.end(2, outcome=Outcome.CORRUPT) == []
-    assert medium.end(1) == [FinishedBatch(batch, [Outcome.OK, Outcome.CORRUPT])]
-    assert medium.poll() == []
-    assert medium.pipeline.busy
-    assert medium.end(3) == [FinishedBatch(other, [Outcome.OK])]
-    assert not medium.pipeline.busy
-
-
-def test_empty_batch_has_ended() -> None:
-    medium = Medium()
-    batch = medium.pipeline.store([])
-    assert medium.pipeline.busy
-    assert not medium.pipeline.quiet
-    assert medium.poll() == [FinishedBatch(batch, [])]
-
-
 def test_no_more_units_run_than_the_limit_in_each_direction() -> None:
     medium = Medium(limit=2)
     medium.pipeline.store(moves(1, 2, 3))
@@ -214,13 +193,6 @@ def test_copy_that_begins_while_stores_are_started_is_seen_before_the_next_one()
     medium.admits = lambda _: True
     medium.poll()
     assert medium.started == [[1], [2], [3]]
-
-
-def test_moves_are_coalesced_into_units_of_one_batch() -> None:
-    medium = Medium(limit=9, unit_rows=2)
-    medium.pipeline.load(moves(1, 2, 3))
-    medium.pipeline.load(moves(4))
-    assert medium.started == [[1, 2], [3], [4]]
 
 
 def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
@@ -380,14 +352,11 @@ class Arrival:
         )
 
 
-def test_verified_row_is_in_the_region_and_kept() -> None:
+def test_expired_row_is_a_miss_that_is_forgotten_and_does_not_reach_the_region() -> None:
     arrival = Arrival()
     assert arrival.verify() is Outcome.OK
     assert np.array_equal(arrival.region_row, arrival.row)
     assert arrival.forgotten == []
-
-
-def test_expired_row_is_a_miss_that_is_forgotten_and_does_not_reach_the_region() -> None:
     arrival = Arrival()
     assert arrival.verify(max_age_s=1000) is Outcome.MISSING
     assert arrival.forgotten == [Outcome.MISSING]
@@ -429,15 +398,3 @@ def test_transfer_is_released_when_it_has_ended(word: str, good: bool) -> None:
         next(steps)
     assert end.value.value is good
     assert handle.released == 1
-
-
-def test_stores_are_polled_now_and_then_and_loads_all_the_time() -> None:
-    """Nobody waits for a store, and each look takes time from the engine's threads."""
-    medium = Medium()
-    assert medium.pipeline.poll_s == 0
-    medium.pipeline.store(moves(1))
-    assert medium.pipeline.poll_s == STORE_POLL_S
-    medium.pipeline.load(moves(11))
-    assert medium.pipeline.poll_s == 0
-    medium.end(11)
-    assert medium.pipeline.poll_s == STORE_POLL_S

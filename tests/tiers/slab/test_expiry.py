@@ -177,7 +177,7 @@ def sweep(one: SteppedSlabs, threads: Threads, monkeypatch: pytest.MonkeyPatch) 
 
 def test_store_into_a_slot_that_is_being_erased_waits(one: SteppedSlabs, sweep: Any, threads: Threads) -> None:
     waits = one.begin_store(range(50, 54), range(4))
-    assert one.load([0]) == [MISSING]
+    assert one.end(one.tier.load([Move(10, 0, key_of(0))])) == [MISSING]
     assert waits not in one.ended
     threads.pools["eraser"].run()
     for _ in sweep:
