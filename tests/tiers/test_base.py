@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.mover.protocol import Down, decode_to_coordinator, encode, sendable_text
 from nixl_tiers.testing.config import with_faults
 from nixl_tiers.tiers.base import expire_if_due, expired, make_tier, sweep_s
 from tests.support.file_tier import file_tier
@@ -41,3 +43,10 @@ def test_what_is_too_old_and_how_often_to_look() -> None:
     assert expired(np.array(ages, np.uint32), now, age_s).tolist() == old
     assert not expire_if_due(0.0, now, None)
     assert [sweep_s(age_s) for age_s in (1.0, 600.0, 86400.0)] == [0.1, 60.0, 60.0]
+
+
+def test_name_of_a_foreign_file_that_is_no_utf8_can_be_sent() -> None:
+    reason = sendable_text(f"{os.fsdecode(bytes([255]))} cannot be read" + "x" * 5000)
+    found = decode_to_coordinator(encode(Down(reason, 0)))
+    assert isinstance(found, Down)
+    assert found.reason.startswith("\\udcff cannot be read")

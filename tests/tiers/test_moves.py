@@ -208,22 +208,6 @@ def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
     assert medium.end(1, 2) == [FinishedBatch(batch, [Outcome.OK] * 2)]
 
 
-def test_stores_that_only_wait_for_admission_are_not_polled_for() -> None:
-    medium = Medium()
-    medium.admits = lambda unit: 1 not in {move.row for move in unit.moves}
-    medium.pipeline.store(moves(1, 2))
-    assert medium.pipeline.poll_s == HELD_POLL_S
-    medium.pipeline.load(moves(3))
-    assert medium.pipeline.poll_s == 0
-    medium.end(3)
-    assert medium.pipeline.poll_s == HELD_POLL_S
-    medium.admits = lambda _: True
-    medium.poll()
-    assert medium.pipeline.poll_s == STORE_POLL_S
-    medium.end(1, 2)
-    assert medium.pipeline.poll_s == 0
-
-
 def test_moves_that_end_at_admission_do_not_start() -> None:
     medium = Medium(unit_rows=2)
 
@@ -301,31 +285,6 @@ def test_one_poll_ends_none_of_the_units_that_begin_in_it() -> None:
         pipeline.poll()
         ended.append(before - len(loads.waiting) - len(loads.running))
     assert (max(ended), sum(ended)) == (8, 2000)
-
-
-def test_make_way_lets_others_start_before_the_unit_continues() -> None:
-    order: list[str] = []
-    gates: list[Future[None]] = []
-
-    def run(unit: Unit) -> Steps[None]:
-        (move,) = unit.moves
-        order.append(f"start {move.row}")
-        gates.append(Future())
-        yield from finished(gates[-1])
-        pipeline.make_way(unit)
-        order.append(f"verify {move.row}")
-        unit.end_all(Outcome.OK)
-
-    loads, stores = (MoveQueue(limit=1, run=run) for _ in range(2))
-    pipeline = MovePipeline(loads, stores, may_start=lambda: True)
-    batch = pipeline.load(moves(1, 2))
-    gates[0].set_result(None)
-    assert pipeline.poll() == 1
-    assert order == ["start 1", "start 2", "verify 1"]
-    assert pipeline.poll() == 0
-    gates[1].set_result(None)
-    pipeline.poll()
-    assert pipeline.take() == [FinishedBatch(batch, [Outcome.OK] * 2)]
 
 
 class Arrival:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE
 from nixl_tiers.testing.medium import folder_bytes
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry
+from nixl_tiers.tiers.base import Entry
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab.journal import (
@@ -117,27 +117,6 @@ def test_a_record_that_has_another_key_than_is_expected_becomes_unknown(folder: 
     assert journal.write()
     assert {slot: record.tick for slot, record in records(file).items()} == {2: 5}
     journal.close()
-
-
-def test_listing_is_ordered(folder: Folder) -> None:
-    count = 3 * MAX_ENTRIES + 5
-    journal = opened(folder)
-    put(journal, *((slot, b"key%d" % slot, count - slot, NOW) for slot in range(count)))
-    journal.close()
-    journal = opened(folder)
-    journal.remove(0, b"key0")
-    batches = [*journal.list_rows()]
-    assert [len(batch) for batch in batches] == [MAX_ENTRIES] * 3 + [4]
-    assert [entry.slot for batch in batches for entry in batch] == [*range(count - 1, 0, -1)]
-    journal.close()
-
-
-def test_slots_beyond_the_capacity_do_not_come_back(folder: Folder) -> None:
-    journal = opened(folder)
-    put(journal, (5, b"five", 1, NOW), (6, b"six", 2, NOW))
-    journal.close()
-    assert reopened(folder, slots=6) == {5: (b"five", 1)}
-    assert reopened(folder) == {5: (b"five", 1)}
 
 
 def test_record_that_was_cut_in_two_does_not_come_back(folder: Folder) -> None:

@@ -1,5 +1,5 @@
 """Kills at every write of a record and of a row, by both ways of moving rows: whatever is listed then is what its slot
-holds, and no row is lost that was reported. The same with bugs planted in the order of the writes, which it notices."""
+holds, and no row is lost that was reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
-from nixl_tiers.tiers.slab.expiry import Expiry
-from nixl_tiers.tiers.slab.journal import EMPTY, NAME, WRITE_S, Journal
+from nixl_tiers.tiers.slab.journal import NAME, WRITE_S
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
@@ -194,88 +193,6 @@ def test_kills_at_every_write(way: str | None, killed: Killed, right: str, reque
         killed.run()
         killed.check()
         killed.one.close()
-
-
-MADE = """
-    struct record made[DEPTH];
-    for (uint32_t i = 0; unit->order.write && unit->order.records && i < count; i++) {
-        const struct row *row = &unit->rows[first + i];
-        make_record(&made[i], row->key, row->key_bytes, row->tick, unit->order.now, row->slot,
-                    unit->order.records->salt);
-    }
-    return unit->order.write && unit->order.records ? put_records(unit->order.records, slots, made, count) : 0;"""
-BUGS_IN_C = {
-    "no record is unknown first": {
-        "    int denied = forget_rows(unit, first, count);": "    int denied = 0 * (int)sizeof(forget_rows);"
-    },
-    "unknown after the row": {
-        "    int denied = forget_rows(unit, first, count);": "    int denied = 0;",
-        "    submit(thread, blocks, ready);\n    return true;":
-            "    submit(thread, blocks, ready);\n    forget_rows(unit, first, count);\n    return true;",
-    },
-    "the record before the row": {
-        "    return unit->order.write && unit->order.records ?"
-        " put_records(unit->order.records, slots, NULL, count) : 0;": MADE,
-    },
-    "neighbours that are none": {"slots[i + run] == slots[i] + run": "slots[i + run] > slots[i]"},
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=BUGS_IN_C)
-def wrong(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("wrong"), BUGS_IN_C[request.param])
-
-
-def test_bugs_in_the_worker_are_noticed(killed: Killed, wrong: str) -> None:
-    _noticed(killed, wrong)
-
-
-def _noticed(killed: Killed, library: str) -> None:
-    with installed(library, killed.hook):
-        killed.start()
-        killed.run()
-        with pytest.raises(AssertionError):
-            killed.check()
-        killed.one.close()
-
-
-@pytest.mark.usefixtures("by_nixl")
-@pytest.mark.parametrize("bug", ["no record is unknown first", "the record before the row"])
-def test_bugs_in_the_way_of_nixl_are_noticed(
-    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
-    record, run_store = Journal.record, transfers_module.NixlTransfers._run_store
-    if bug == "the record before the row":
-
-        def early(self: transfers_module.NixlTransfers, unit: Any) -> Any:
-            journal = self._tier.served.journal
-            rows = [(m.slot, m.key, m.tick, int(killed.one.day_s)) for m in unit.moves]
-            monkeypatch.setattr(Journal, "forget", lambda *_: record(journal, rows))
-            return (yield from run_store(self, unit))
-
-        monkeypatch.setattr(transfers_module.NixlTransfers, "_run_store", early)
-    else:
-        monkeypatch.setattr(Journal, "forget", lambda *_: 0)
-    _noticed(killed, right)
-
-
-@pytest.mark.parametrize("bug", ["no record is unknown first", "empty before the zeroes"])
-def test_bugs_in_the_order_of_an_erasure_are_noticed(
-    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
-    if bug == "empty before the zeroes":
-        forget = Journal.forget
-        monkeypatch.setattr(Journal, "forget", lambda journal, slots, *_: forget(journal, slots, EMPTY))
-    else:
-        erase = Expiry._erase
-
-        def without(self: Expiry, *arguments: Any) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Journal, "forget", lambda *_: 0)
-                return erase(self, *arguments)
-
-        monkeypatch.setattr(Expiry, "_erase", without)
-    _noticed(killed, right)
 
 
 def test_an_erasure_that_cannot_be_recorded_is_recorded_a_second_later(killed: Killed, right: str) -> None:

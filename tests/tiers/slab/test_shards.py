@@ -213,19 +213,6 @@ class TestTheBudgetOfAll:
         quota.release()
 
 
-def test_discarded_new_shard_leaves_nothing_behind(tmp_path: Path) -> None:
-    quota = Shards(tmp_path, 16 * MIB)
-    with quota.locked():
-        shard = quota.acquire_shard(namespace(1))
-    quota.discard(shard)
-    assert [entry.name for entry in tmp_path.iterdir()] == [".ledger"]
-    kept = leave_shard(tmp_path, 2, MIB)
-    with quota.locked():
-        shard = quota.acquire_shard(namespace(1))
-    quota.discard(shard)
-    assert kept.exists()
-
-
 def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     quota = Shards(tmp_path, 16 * MIB)
     shard = leave_shard(tmp_path, 1, 2 * MIB)

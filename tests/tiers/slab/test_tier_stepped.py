@@ -105,46 +105,8 @@ class TestRowsThatAreNotTheExpectedOnes:
             stored.tier.poll()
 
 
-class TestKills:
-    """At any moment; what is on the disk then is all that the next mover has."""
-
-    def test_no_row_is_wrong_and_none_that_was_reported_is_lost(
-        self, make: Callable[..., SteppedSlabs], tmp_path: Path
-    ) -> None:
-        """Rows are stored over others, deleted, and stored into their slots."""
-        one, chance = make(), random.Random(3)
-        one.open()
-        held: dict[int, int] = {}  # slot -> key
-        leaves: list[tuple[Path, dict[int, int], set[int]]] = []
-        busy: set[int] = set()
-
-        def leave() -> None:
-            if chance.random() < 0.12:
-                leaves.append((one.copy(tmp_path / f"leaf-{len(leaves)}"), dict(held), set(busy)))
-
-        one.on_step = leave
-        for turn in range(25):
-            slots = chance.sample(range(12), 4)
-            numbers = [100 * turn + slot for slot in slots]
-            for slot in slots:
-                if slot in held:
-                    one.tier.delete([(slot, key_of(held.pop(slot)))])
-            busy = set(slots)
-            assert one.store(numbers, slots) == [OK] * 4
-            held |= dict(zip(slots, numbers, strict=True))
-            busy = set()
-            for _ in range(2):
-                one.step()
-        assert len(leaves) > 5
-        for path, expected, in_doubt in leaves:
-            after = make(path)
-            found = {entry.slot: number_of(entry) for entry in after.open()}
-            for slot, number in found.items():
-                (outcome,) = after.load([number], [slot])  # which compares the bytes
-                assert outcome is OK or slot in in_doubt
-            assert {slot: n for slot, n in found.items() if slot not in in_doubt} == expected
-            after.close()
-            after.close = lambda: None  # type: ignore[method-assign]
+class TestWhatIsFoundAtOpen:
+    """After damage, a kill, or a power failure."""
 
     @pytest.mark.parametrize("damage", ["deleted", "emptied", "zeroed", "noise", "header"])
     @pytest.mark.parametrize("described", [True, False])
@@ -238,35 +200,6 @@ class TestTheBudget:
                 outcomes = one.store(range(start, start + ROWS))
                 assert set(outcomes) == {OK}
         assert 0.75 * capacity < most <= capacity
-
-    def test_it_holds_while_deletes_and_stores_race(self, make: Callable[..., SteppedSlabs]) -> None:
-        """Each store takes the slots of rows that were just evicted; some jobs wait for the journal or for growth."""
-        capacity, chance = 3 << 20, random.Random(1)
-        one = make(capacity=capacity)
-        one.open()
-        one.on_step = lambda: _within(one.path, capacity)
-        held = dict.fromkeys(range(one.slots), -1)
-        number = 0
-        open_batches: dict[int, list[int]] = {}
-        for _ in range(150):
-            used = {slot for slots in open_batches.values() for slot in slots}
-            slots = [slot for slot in chance.sample(sorted(held), 4) if slot not in used]
-            gone = [(slot, key_of(held[slot])) for slot in slots if held[slot] >= 0]
-            if gone:
-                one.tier.delete(gone)
-            if slots:
-                numbers = [number := number + 1 for _ in slots]
-                open_batches[one.begin_store(numbers, slots)] = slots
-                held |= dict(zip(slots, numbers, strict=True))
-            if chance.random() < 0.7:
-                one.step()
-            if chance.random() < 0.1:
-                one.maintain()
-            for batch in [*open_batches]:
-                if batch in one.ended:
-                    assert set(one.ended.pop(batch)) == {OK}
-                    del open_batches[batch]
-        assert one.tier.used_bytes <= capacity
 
     def test_a_smaller_capacity_keeps_what_fits(
         self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path

@@ -6,27 +6,23 @@ import errno
 import fcntl
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.config.schema import FileConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Open, Opened, Store
-from nixl_tiers.tiers.base import Move, TierDown
+from nixl_tiers.mover.protocol import Down, Open, Opened
+from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import tier as slab_tier
 from nixl_tiers.tiers.slab.parts import holder_now
 from nixl_tiers.tiers.slab.shards import Shards
-from tests.mover.harness import NAMESPACE, MoverProcess, key_of
-from tests.support.disks import assert_never_exceeds
+from tests.mover.harness import NAMESPACE, MoverProcess
 from tests.support.file_tier import file_config, file_tier
 from tests.support.leaks import ResourceCount
 from tests.support.times import changed
@@ -98,53 +94,6 @@ def test_second_engine_is_down_with_the_holders_name_and_adopts_its_rows_warm(tm
         new.expect(lambda m: isinstance(m, Opened))
         assert listed(new) == set(range(BATCH))
         assert set(new.load(range(BATCH))) == {Outcome.OK}
-
-
-def test_reset_keeps_the_part_though_another_engine_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare, asked = slab_tier.prepare_path, []
-
-    def while_it_resets(config: FileConfig, *others: Any) -> None:
-        prepare(config, *others)
-        if config is first_config and asked:
-            with pytest.raises(TierDown, match="in use"):
-                second.open(NAMESPACE, 0)
-            asked.append("refused")
-
-    monkeypatch.setattr(slab_tier, "prepare_path", while_it_resets)
-    first_config = file_config(tmp_path, CAPACITY)
-    with HostRegion.create(GEOMETRY, 4) as region:
-        first = slab_tier.SlabTier(first_config, GEOMETRY, region)
-        second = slab_tier.SlabTier(file_config(tmp_path, CAPACITY), GEOMETRY, region)
-        first.open(NAMESPACE, 0)
-        asked.append("reset")
-        first.open(NAMESPACE, 1)
-        assert asked == ["reset", "refused"]
-        first.close()
-        assert second.open(NAMESPACE, 0) > 0
-        second.close()
-
-
-def test_kills_at_random_moments_stay_within_the_capacity_and_cost_no_row_of_the_others(tmp_path: Path) -> None:
-    """Of two engines one is killed and started again, with another model or its own: the other's rows stay hits."""
-    draw = random.Random(3)
-    with assert_never_exceeds(tmp_path, CAPACITY), mover_on(tmp_path, 2) as steady:
-        slots = steady.open()
-        for start in range(0, slots - BATCH, BATCH):
-            assert set(steady.store(range(start, start + BATCH))) == {Outcome.OK}
-        for _ in range(5):
-            with mover_on(tmp_path, 2) as victim:
-                room = victim.open(draw.choice((NAMESPACE, bytes(16), bytes(range(16, 32)))))
-                victim.listed_rows()
-                for start in range(0, draw.randrange(1, room), BATCH):
-                    slots_ = range(start, min(start + BATCH, room))
-                    assert set(victim.store(slots_)) <= {Outcome.OK, Outcome.NO_SPACE}
-                victim.begin(Store, [Move(row, row, key_of(row), seal=True) for row in range(BATCH)])
-                time.sleep(draw.uniform(0.0, 0.01))
-                victim.kill()
-            for start in range(0, slots - BATCH, BATCH):
-                assert set(steady.load(range(start, start + BATCH))) == {Outcome.OK}
 
 
 def test_open_that_fails_at_its_end_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

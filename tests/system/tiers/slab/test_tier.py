@@ -164,17 +164,3 @@ def test_min_free_stops_growth_and_rows_are_served_and_replaced(tmp_path: Path) 
             mover.expect(lambda m: isinstance(m, Heartbeat) and not m.denials)
             mover.stop()
             assert "no room" not in mover.log()  # the coordinator logs the denial, once
-
-
-def test_stores_work_again_after_a_full_disk(tmp_path: Path) -> None:
-    with tmpfs(tmp_path, "12m"), MoverProcess(file_tier(tmp_path, 64 << 20), GEOMETRY, BATCH) as mover:
-        mover.open()
-        found = fill(mover, 2 * BATCH)
-        assert set(found) == {Outcome.OK, Outcome.NO_SPACE}
-        kept = [number for number, outcome in enumerate(found) if outcome is Outcome.OK]
-        assert len(kept) > 32
-        assert set(mover.load(kept[:BATCH])) == {Outcome.OK}
-        assert run("mount", "-o", "remount,size=64m", tmp_path)
-        assert wait_until(lambda: set(mover.store(range(BATCH, 2 * BATCH))) == {Outcome.OK})
-        mover.stop()
-        assert mover.log().count("no room for more rows") == 1
