@@ -178,23 +178,6 @@ def test_no_store_starts_while_the_engine_copies_rows() -> None:
     assert medium.pipeline.poll_s == STORE_POLL_S
 
 
-def test_copy_that_begins_while_stores_are_started_is_seen_before_the_next_one() -> None:
-    """A dozen uploads often end together, and to seal and start as many others takes longer than the copy."""
-    medium = Medium(limit=9)
-
-    def begin_copy(_: Unit) -> bool:
-        medium.held_until_s = HOLD_S / 2
-        return True
-
-    medium.admits = begin_copy
-    medium.pipeline.store(moves(1, 2, 3))
-    assert medium.started == [[1]]
-    medium.held_until_s = 0.0
-    medium.admits = lambda _: True
-    medium.poll()
-    assert medium.started == [[1], [2], [3]]
-
-
 def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
     medium = Medium()
     medium.admits = lambda unit: 1 not in {move.row for move in unit.moves}

@@ -99,16 +99,6 @@ def test_row_that_is_too_old_is_a_miss_before_it_is_erased(one: SteppedSlabs) ->
     assert not on_disk(one.path, 1)
 
 
-def test_recovered_rows_keep_the_age_of_their_seals(one: SteppedSlabs, opened: Callable[[], SteppedSlabs]) -> None:
-    assert one.store(range(4)) == [OK] * 4
-    one.day_s += AGE_S - 600
-    for path in one.path.rglob("manifest.*"):
-        path.unlink()
-    after = again(one, opened)
-    after.day_s += 601
-    assert gone(after) == [0, 1, 2, 3]
-
-
 def test_row_sealed_ahead_of_the_clock_ages_from_when_it_was_first_seen(
     one: SteppedSlabs, opened: Callable[[], SteppedSlabs]
 ) -> None:

@@ -329,27 +329,6 @@ def test_empty_slots_are_unknown_if_the_disk_has_lost_what_a_killed_process_wrot
         killed(folder, journal)
 
 
-@pytest.mark.parametrize("calls", [["flush", "header"], ["flush", "header", "cut"]])
-def test_records_lost_at_the_close_are_not_trusted_though_the_header_cannot_say_so(
-    folder: Folder, errors: Errors, calls: list[str]
-) -> None:
-    journal = opened(folder, 4)
-    journal.complete = True
-    assert journal.forget([1], EMPTY) == 0
-    for call in calls:
-        setattr(errors, call, True)
-    journal.close()
-    if "cut" in calls:  # it is for the next open to see
-        journal = Journal(folder, 4)
-        assert not journal.known[1]
-        journal.close()
-        return
-    errors.flush = errors.header = False
-    journal = opened(folder, 4)
-    assert not journal.known[1], "bytes that nothing will erase"
-    journal.close()
-
-
 @pytest.mark.parametrize("first", ["open", "store"])
 def test_a_record_lost_after_it_was_read_is_not_trusted_at_the_next_open(
     folder: Folder, errors: Errors, first: str

@@ -162,16 +162,6 @@ class TestTheBudgetOfAll:
         assert sorted(file.name for file in shard.iterdir()) == ["namespace.json", "slab-00000.kv"]
         quota.release()
 
-    def test_a_shard_whose_slabs_are_not_enough_goes_as_a_whole(self, tmp_path: Path) -> None:
-        """What its journal may still grow to is more than the part's share."""
-        shard = leave_shard(tmp_path, 2, MIB, part=1)
-        (shard / "namespace.json").write_text(json.dumps({"journal_bytes": 6 * MIB}))
-        quota = Shards(tmp_path, 10 * MIB, 2)
-        serve(quota, 1)
-        assert not shard.exists()
-        assert not quota.surplus
-        quota.release()
-
     def test_trouble_in_another_part_is_no_reason_not_to_serve(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
