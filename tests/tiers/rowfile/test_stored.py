@@ -62,7 +62,7 @@ def test_purge_leaves_rows_that_were_used_or_stored_since(
     assert [*tmp_path.rglob("*")] == [tmp_path / OURS, foreign.parent, foreign]
 
 
-@pytest.mark.parametrize(("pid", "keeps"), [(os.getpid(), True), (NOBODY, False)])
+@pytest.mark.parametrize(("pid", "keeps"), [(os.getpid(), True), (NOBODY, False)], ids=["lives", "gone"])
 def test_manifest_stays_while_its_engine_lives(tmp_path: Path, pid: int, keeps: bool) -> None:
     make(tmp_path, MINE[0])
     about = served(tmp_path, f"{socket.gethostname()}/{pid}/abcd")
