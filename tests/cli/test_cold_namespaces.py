@@ -24,6 +24,12 @@ OLD = Manifest("a" * 32, Description("my/model", vllm="0.32.0"), 4096, last_used
         (OLD, "", "", ""),
         (OLD, "pepper", "0.32.0", "it has another salt"),
         (Manifest("b" * 32, Description(vllm="0.32.0", salt=salt_digest("pepper")), 4096), "pepper", "0.32.0", ""),
+        (
+            Manifest("b" * 32, Description(vllm="0.32.0", salt=salt_digest("pepper")), 4096),
+            "",
+            "",
+            "it has another salt",
+        ),
         (Manifest("c" * 32, Description("a store"), 4096), "", "0.33.0", ""),
         (Manifest("d" * 32, Description(vllm="0.32.0"), 4096, epoch=2), "", "0.32.0", "its engine was reset after it"),
     ],

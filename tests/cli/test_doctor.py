@@ -257,7 +257,8 @@ class Pages:
 
     def list_objects_v2(self, *, Prefix: str, ContinuationToken: str = "", **_: Any) -> dict[str, Any]:  # noqa: N803
         left = sorted(name for name in self.names if name.startswith(Prefix) and name > ContinuationToken)
-        page = {"Contents": [{"Key": name, "LastModified": datetime.now(UTC)} for name in left[:3]]}
+        ages = {name: timedelta(seconds=2 * directory.STALE_S * name.endswith("old")) for name in left[:3]}
+        page = {"Contents": [{"Key": name, "LastModified": datetime.now(UTC) - age} for name, age in ages.items()]}
         return page | ({"NextContinuationToken": left[2]} if len(left) > 3 else {})
 
     def delete_objects(self, *, Delete: dict[str, Any], **_: Any) -> dict[str, Any]:  # noqa: N803
@@ -269,9 +270,12 @@ class Pages:
 
 
 def test_all_objects_of_a_trial_are_deleted_and_only_those() -> None:
-    """Of small rows there are more than a page has; what follows it stayed in the bucket."""
-    scratch, others = f"p/{bucket.SCRATCH_PREFIX}{'a' * 16}/", [f"p/{bucket.SCRATCH_PREFIX}{'b' * 16}/x", "p/row"]
-    server = Pages([*others, *(f"{scratch}{number}" for number in range(10))])
+    """Of small rows there are more than a page has; what follows it stayed in the bucket. And those of a killed doctor."""
+    mine, running, killed, foreign = (
+        f"p/{bucket.SCRATCH_PREFIX}{name}/" for name in ("a" * 16, "b" * 16, "c" * 16, "notes")
+    )
+    scratch, others = mine, [f"{running}x", f"{foreign}old", "p/row"]
+    server = Pages([*others, f"{killed}old", *(f"{scratch}{number}" for number in range(10))])
     config = s3_tier("http://127.0.0.1:1", "kv-cache", "p")
     assert bucket._clean(server, config, "a" * 16) == ""
     assert server.names == others

@@ -157,6 +157,8 @@ def test_purge_proves_what_it_has_deleted(
     shelves: Shelves, fields: dict[str, Any], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shelves.all = [shelves.shelf(BLUE, "blue", **fields)]
+    known = code if {"refused", "problem"} & fields.keys() else OK
+    assert main(["purge", "--config", CONFIG, "--all"]) == known, "what is known before is told without --yes, too"
     assert main(["purge", "--config", CONFIG, "--all", "--yes"]) == code
     assert said in capsys.readouterr().out
     assert [*Shelf.deleted] == ([] if "refused" in fields else [BLUE])
@@ -165,10 +167,12 @@ def test_purge_proves_what_it_has_deleted(
 def test_purge_tells_what_it_cannot_read_or_list_again(
     shelves: Shelves, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be read may be what was meant; and what was deleted before the server went away is told."""
-    shelves.all += [Shelf("a shelf", "", problem="part-1 cannot be read")]
+    """What cannot be read may be what was meant, and is not deleted; what was, before the server went away, is told."""
+    unread = Shelf("a shelf", "d" * 32, rows=3, problem="about.json cannot be read")
+    shelves.all += [Shelf("a shelf", "", problem="part-1 cannot be read"), unread]
     code, found = run(capsys, "purge", "--salt", "green", "--yes")
-    assert (code, [each["problem"] for each in found]) == (INCOMPLETE, ["part-1 cannot be read"])
+    assert (code, [each["problem"] for each in found]) == (INCOMPLETE, ["part-1 cannot be read", unread.problem])
+    assert Shelf.deleted == {}
     find = iter([shelves.find])
 
     def go_away(*given: Any) -> list[StoredNamespace]:
@@ -177,9 +181,9 @@ def test_purge_tells_what_it_cannot_read_or_list_again(
         raise TierDown("it does not answer")
 
     monkeypatch.setattr(f"{__name__}.find_shelves", go_away)
-    code, (report, _) = run(capsys, "purge", "--salt", "blue", "--yes")
+    code, (report, *_) = run(capsys, "purge", "--salt", "blue", "--yes")
     assert (code, report["left"], [*Shelf.deleted]) == (INCOMPLETE, None, [BLUE])
-    assert "cannot be listed again" in report["problem"]
+    assert "cannot be listed again" in str(report["problem"])
 
 
 # --- inspect ----------------------------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ class TestWhatGetsAMoverKilled:
         bad, good = two.alive
         bad.send(packet, Heartbeat(7))
         two.step()
-        assert "it sent an invalid message" in two.handler.problems[0][1]
+        reasons = [reason.partition(" (")[0] for _, reason in two.handler.problems]
+        assert reasons == ["its mover is killed: it sent an invalid message"]
         assert (bad.kills, good.kills) == (1, 0)
         assert (0, Heartbeat(7)) not in two.handler.received, "nothing behind it is applied"
 
@@ -298,7 +299,7 @@ class TestWhatGetsNoMoverKilled:
             two.step()
             two.beat()
             two.step()
-        assert two.handler.ends == []
+            assert two.handler.ends == []
 
     def test_a_pause_of_the_engine(self, make_rig: Callable[..., Rig]) -> None:
         rig = make_rig(source=RunningClock)

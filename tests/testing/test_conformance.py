@@ -3,6 +3,7 @@ must catch it; and media that fail in every way there is a name for, of which a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += seconds
 
     for module in (medium_module, faulty_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, sleep=sleep, time=time.time))
 
 
 class TestMemoryStorage(StorageTierTests):
