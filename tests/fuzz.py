@@ -27,7 +27,7 @@ FUZZED = [
     "tests/memory/test_seal.py",
     "tests/config/test_schema.py",
     "tests/tiers/s3/test_record.py",
-    "tests/tiers/slab/test_journal_model.py",
+    "tests/tiers/slab/test_journal_model.py::TestJournal",
     "tests/tiers/slab/test_parts.py",
 ]
 
