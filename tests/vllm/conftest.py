@@ -46,6 +46,9 @@ def offloading_config() -> Callable[..., Any]:
         block_bytes: int = 8192,
         events: bool = False,
         engine_id: str = "engine",
+        dtype: str = "bfloat16",
+        hash_tokens: int = 32,
+        pcp_size: int = 1,
         **other: Any,
     ) -> OffloadingConfig:
         return OffloadingConfig(
@@ -54,10 +57,10 @@ def offloading_config() -> Callable[..., Any]:
             enable_kv_cache_events=events,
             extra_config=extra if extra is not None else {"tiers": [{"type": "cpu", "capacity": "1MiB"}]},
             engine_id=engine_id,
-            model=OffloadingModelConfig("model", "bfloat16"),
-            cache=OffloadingCacheConfig(32, blocks_per_chunk),
+            model=OffloadingModelConfig("model", dtype),
+            cache=OffloadingCacheConfig(hash_tokens, blocks_per_chunk),
             parallel=OffloadingParallelConfig(
-                rank, world_size, world_size // pp_size, pp_size, 1, dcp_size, index, replicas, None, False
+                rank, world_size, world_size // pp_size, pp_size, pcp_size, dcp_size, index, replicas, None, False
             ),
             **other,
         )

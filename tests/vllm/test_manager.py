@@ -322,6 +322,10 @@ def test_chunks_offered_again_after_a_reset_are_not_stored(on_reset: str) -> Non
     fresh = rig.request("fresh", one, two)
     assert rig.manager.lookup(two, fresh) is LookupResult.MISS
     assert rig.store(fresh, one, two) == [one, two]
+    rig.manager.reset_cache()
+    rig.manager.on_schedule_end(ScheduleEndContext((), ["fresh"]))
+    assert not rig.manager.in_doubt, "the reset preempted all"
+    assert rig.store(fresh, one) == [], "and its blocks are still those of before"
     rig.manager.shutdown()
 
 
