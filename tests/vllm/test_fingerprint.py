@@ -216,6 +216,25 @@ def test_sets_in_a_configuration_are_digested_in_order() -> None:
     assert fingerprint._digest({"skip": frozenset(names)}) != fingerprint._digest({"skip": set(names[1:])})
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "org/name"}, "unless model_id is set, because neither a directory nor the commit"),
+        ({"load_config__load_format": "dummy"}, "unless model_id is set, because the weights are random"),
+        ({"load_config__load_format": "tensorizer"}, "because load_format tensorizer may take the weights from else"),
+        ({"load_config__load_format": "of_a_plugin"}, "because load_format of_a_plugin may take the weights from else"),
+        ({"model_config__model_weights": "s3://b/m"}, "unless model_id is set, because the weights are streamed"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "unless PYTHONHASHSEED is set"),
+        ({"lora_config": object()}, "unless lora_storage is true"),
+    ],
+)
+def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: dict[str, Any], sentence: str) -> None:
+    note = make(**changes).note
+    assert note.startswith("storage tiers are refused unless")
+    assert sentence in note
+    assert len(note.encode()) <= 400
+
+
 def test_facts_that_the_user_vouches_for_give_no_note(
     make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
