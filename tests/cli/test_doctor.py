@@ -270,7 +270,7 @@ class Pages:
 
 
 def test_all_objects_of_a_trial_are_deleted_and_only_those() -> None:
-    """Of small rows there are more than a page has, and the rest stayed in the bucket; and those of a killed doctor."""
+    """Those of a killed doctor, too. Of small rows there are more than a page has; the rest stayed in the bucket."""
     mine, running, killed, foreign = (
         f"p/{bucket.SCRATCH_PREFIX}{name}/" for name in ("a" * 16, "b" * 16, "c" * 16, "notes")
     )
