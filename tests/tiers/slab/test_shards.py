@@ -370,6 +370,7 @@ def test_replicas_together_leave_min_free(tmp_path: Path, monkeypatch: pytest.Mo
     serve(other, 1)
     assert room(one, 0)
     assert room(other, 0)
+    assert not room(one, 6 * MIB + 1)
     assert room(one, 6 * MIB)
     free[0] -= 6 * MIB
     assert not room(other, 6 * MIB)
