@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,43 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from nixl_tiers.base.times import PRODUCTION, Times
 from tests.support import vllm_cpu
 from tests.support.models import save_random
+from tests.system.vllm.fork_server import ForkServer
 from tests.vllm.conftest import offloading_config, ordinary_logging, weights_folder
 
 __all__ = ["offloading_config", "ordinary_logging", "weights_folder"]
 
 
 @pytest.fixture(scope="session")
-def run_script(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Runs a script of this directory that takes two JSON files, PLAN and RESULT; returns the result. Raises with the
-    script's last words."""
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run_script(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Runs a script of this directory that takes two JSON files, PLAN and RESULT; returns the result.
+
+    `new_process`: not in a fork of the fork server. Raises with the script's last words.
+    """
     root = str(Path(__file__).parents[3])
 
-    def run(name: str, plan: Any, env: dict[str, str] | None = None, timeout_s: float = 600.0) -> Any:
+    def run(
+        name: str, plan: Any, env: dict[str, str] | None = None, timeout_s: float = 600.0, *, new_process: bool = False
+    ) -> Any:
         script, place = Path(__file__).with_name(name), tmp_path_factory.mktemp("script")
         plan_file, result_file, log = place / "plan.json", place / "result.json", place / "stderr"
         plan_file.write_text(json.dumps(plan))
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        with log.open("wb") as stderr:
-            status = subprocess.run(
-                [sys.executable, str(script), str(plan_file), str(result_file)],
-                env={**os.environ, "PYTHONPATH": paths, **(env or {})},
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                timeout=timeout_s,
-                check=False,
-            ).returncode
+        environment = {**os.environ, "PYTHONPATH": paths, **(env or {})}
+        arguments = [str(plan_file), str(result_file)]
+        if new_process:
+            command = [sys.executable, str(script), *arguments]
+            with log.open("wb") as stderr:
+                status = subprocess.run(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, timeout=timeout_s, check=False
+                ).returncode
+        else:
+            status = fork_server.run(script, arguments, environment, log, timeout_s)
         assert status == 0, f"{status}: {log.read_text(errors='replace')[-4000:]}"
         return json.loads(result_file.read_text())
 
@@ -54,7 +66,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
 
     `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
-    `times`: of the engine and its movers.
+    `times`: of the engine and its movers. `env`, `new_process`: see run_script.
     """
 
     def run(
@@ -64,6 +76,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
         path: Path | None = None,
         transfer: dict[str, Any] | None = None,
         times: Times = PRODUCTION,
+        new_process: bool = False,
         **settings: Any,
     ) -> list[Any]:
         model = path or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
@@ -75,7 +88,7 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
             "settings": {"max_model_len": 2048, **settings},
             "steps": steps,
         }
-        result: list[Any] = run_script("run_engine.py", plan, env)
+        result: list[Any] = run_script("run_engine.py", plan, env, new_process=new_process)
         return result
 
     return run

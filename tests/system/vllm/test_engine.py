@@ -85,8 +85,8 @@ def test_one_prompt_through_every_tier(
     # A prompt before it, of less than a block: while that computes, the other waits for its turn.
     queue = [["queue"], ["generate", [prompts[1][: BLOCK // 2], prompt], 16], ["turns"], ["stats"]]
     transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
-    # Each process has another hash seed, on which no key may depend.
-    settings: dict[str, Any] = {"transfer": transfer, "max_num_seqs": 1, "times": PATIENT}
+    # Another process than a fork of the one before it has another hash seed, on which no key may depend.
+    settings: dict[str, Any] = {"transfer": transfer, "max_num_seqs": 1, "new_process": True, "times": PATIENT}
     _, file, (turn,), stats = engine(tiers, *queue, env=moto.env, **settings)
     assert turn.pop("computed") >= BLOCK // 2
     assert turn == {"arrival": ["file"] * chunks, "turn": ["cpu"] * chunks, "waits": False}

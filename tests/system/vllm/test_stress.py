@@ -127,7 +127,7 @@ def run_cell(models: dict[str, Path], run_script: Callable[..., Any], tmp_path: 
         print(f"STRESS_SEED={SEED}: {cell}, {options}, host of {tiers[0]['capacity']}")
         # One core: this model's sums are so small that threads would only wait for each other.
         env = {"VLLM_CPU_OMP_THREADS_BIND": str(vllm_cpu.cores()[-1])}
-        result = run_script("stress.py", plan, env, 12 * requests)
+        result = run_script("stress.py", plan, env, 12 * requests, new_process=True)
         print(result)
         assert result["wrong"] == []
         assert result["lost"] == 0
