@@ -418,7 +418,7 @@ class Waits:
 
 
 class TestTheWatchdog:
-    """The kernel ends a mover whose loop is stuck, and no other one (the alarm itself: tests/mover/test_loop.py)."""
+    """A mover whose loop is stuck is ended, and no other one (the alarm: tests/system/mover/test_loop.py)."""
 
     @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
     def test_is_armed_anew_in_the_interval_of_heartbeats(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
 from functools import partial
 from operator import getitem
 from typing import Any, Final
@@ -87,23 +86,6 @@ def steps_of(text: str) -> Iterator[Step]:
         assert len(given) <= len(wanted), f"too many arguments: {step}"
         given += [least(*each) for each in list(wanted.items())[len(given) :]]
         yield rule, {name: PARSERS[kind](value) for (name, kind), value in zip(wanted.items(), given, strict=True)}
-
-
-def text_of(value: object) -> str:
-    """What its parser makes this value of."""
-    if isinstance(value, list | tuple):
-        return "+".join(map(text_of, value)) or "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value.name if isinstance(value, Enum) else "-" if value is None else str(value)
-
-
-def text_of_step(rule: str, given: Mapping[str, object]) -> str:
-    wanted = parameters(rule)
-    texts = [text_of(given[name]) if name in given else least(name, kind) for name, kind in wanted.items()]
-    while texts and texts[-1] == least(*list(wanted.items())[len(texts) - 1]):
-        texts.pop()
-    return " ".join([rule, *texts])
 
 
 def take(machine: CascadeStateMachine, text: str) -> None:

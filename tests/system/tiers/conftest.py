@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_tiers.memory.region import HostRegion
-from tests.system.tiers.file_tiers import GEOMETRY, ROWS, Clock
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from tests.system.tiers.file_tiers import GEOMETRY, ROWS
 
 
 @pytest.fixture

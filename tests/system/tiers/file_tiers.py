@@ -1,4 +1,4 @@
-"""File tiers of both layouts inside the test's process, without a mover, with a clock that the test sets."""
+"""File tiers of both layouts inside the test's process, without a mover."""
 
 from __future__ import annotations
 
@@ -20,20 +20,8 @@ from tests.support.staging import decide
 GEOMETRY = Geometry(1, 50_000)
 ROWS = 16
 CAPACITY = 16 << 20
-AGE_S = 3600.0
-DAY_S = 86400.0
 
 FileTier = SlabTier | RowFileTier
-
-
-class Clock:
-    """The time of day that a tier is given."""
-
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_tier(
