@@ -541,6 +541,51 @@ def test_a_failed_load_is_reported_after_all_started_copies_have_ended() -> None
     host.shutdown()
 
 
+def test_a_store_whose_copy_does_not_start_or_fails_marks_no_row() -> None:
+    """Of three stores that are copied together only the one whose group was copied becomes a hit."""
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    swap = HalfBroken()
+    host = worker_over(region, caches_of([[512], [512], [512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
+    worker.collect()
+    for job, counts in enumerate([(1, 0, 0), (0, 1, 0), (0, 0, 1)]):
+        worker.submit_store(job, GPULoadStoreSpec([job], counts, (0, 0, 0)), rows_of(job, counts=counts))
+    worker.flush()
+    swap.go.set()
+    worker.wait({0, 1, 2})
+    results = sorted(worker.get_finished(), key=lambda result: result.job_id)
+    assert [(each.job_id, each.success, each.transfer_size) for each in results] == [
+        (0, True, 0),
+        (1, True, 0),
+        (2, True, 512),
+    ]
+    assert region.written([0, 1, 2], 1).tolist() == [False, False, True]
+    worker.shutdown()
+    host.shutdown()
+
+
+def test_a_wait_on_a_device_ends_when_the_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of these stores are written to next."""
+    region = HostRegion.create(Geometry(1, 512), ROWS)
+    slow = Slow()
+    host = worker_over(region, caches_of([[512]]), 0)
+    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
+    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            slow.go.set()
+
+    monkeypatch.setattr("nixl_tiers.vllm.copy_jobs.time.sleep", nap)
+    worker.wait({1})
+    assert len(naps) == 3
+    assert region.written([0], 1).all()
+    worker.shutdown()
+    host.shutdown()
+
+
 def test_no_row_is_marked_once_the_region_is_closed(rank: Rank) -> None:
     """C has the address of the control words, which are unmapped then."""
     engine, rows = GPULoadStoreSpec([1], [1], [0]), rows_of(0, counts=(1,))
