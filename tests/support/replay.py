@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-FUZZ: Final = "NIXL_TIERSFUZZ" in os.environ
+FUZZ: Final = "NIXL_TIERS_FUZZ" in os.environ
 
 # A machine may be many times slower than expected: neither an example nor the drawing of them has a wall-clock limit.
 # One failure is shrunk and printed, which is what is read. Hypothesis starts from another default where it sees a CI.
