@@ -15,7 +15,6 @@ from nixl_tiers.core.announced import KEYS_A_HOLD, Announced, What
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import TierSpec, TierState
-from tests.support.columns import PlainColumns
 from tests.support.core import opened, put
 from tests.support.replay import examples
 from tests.support.simulation import Prompt, Simulation, require
@@ -211,22 +210,6 @@ def test_a_row_that_others_wrote_is_told_when_the_chunk_leaves_host_memory() -> 
     assert followed.told() == [(STORED, None, [B]), (STORED, 0, [B])]
     followed.core.host.invalidate(followed.core.host.index[B])
     assert followed.told() == [(REMOVED, None, [B])]
-
-
-def test_what_a_listing_does_not_confirm_is_removed_and_what_it_adds_is_told() -> None:
-    followed = Followed()
-    followed.list(0, [(0, A, 1), (1, B, 1)])
-    followed.list(1, [(0, C, 1)])
-    put(followed.core, [A, B, C])
-    for key in (A, B, C):
-        followed.core.host.invalidate(followed.core.host.index[key])
-    assert (STORED, 1, [C]) in followed.told()
-    opened(followed.core, 0, 100)
-    for _ in followed.core.events.columns_listed(0, PlainColumns([(0, A, 1), (2, C, 1)])):
-        pass
-    assert followed.told() == []
-    followed.list(0, [], last=True)
-    assert followed.told() == [(STORED, 0, [C]), (REMOVED, 0, [B])]
 
 
 def test_a_withdrawal_spares_what_is_about_to_be_looked_at() -> None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from nixl_tiers.core.aside import A_TURN, MAX_PLACES, SetAside
 from nixl_tiers.core.member import Breaker
 from nixl_tiers.core.pricing import ThroughputEstimate
 from nixl_tiers.core.types import BreakerLimits, BreakerState
-
-EVENTS = st.lists(
-    st.tuples(st.sampled_from(["good", "bad", "trip", "probe good", "probe bad"]), st.floats(0, 100)), max_size=60
-)
 
 
 def opened(limits: BreakerLimits | None = None) -> Breaker:
@@ -21,28 +14,6 @@ def opened(limits: BreakerLimits | None = None) -> Breaker:
         breaker.record(False, 0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
-
-
-@given(EVENTS)
-def test_circuit_closes_after_good_probes_whatever_happened_before(events: list[tuple[str, float]]) -> None:
-    breaker, now = Breaker(), 0.0
-    for event, seconds in events:
-        now += seconds
-        breaker.watch(now)
-        if event.startswith("probe"):
-            if breaker.wants_probe:
-                breaker.end_probe(breaker.begin_probe(), event == "probe good", now)
-        elif event == "trip":
-            breaker.trip(now)
-        else:
-            breaker.record(event == "good", now)
-        assert 0 <= breaker.backoff_s <= breaker.limits.max_backoff_s
-    now += breaker.limits.max_backoff_s
-    breaker.watch(now)
-    assert breaker.state is not BreakerState.OPEN
-    while breaker.wants_probe:
-        breaker.end_probe(breaker.begin_probe(), True, now)
-    assert breaker.closed
 
 
 def test_results_older_than_the_window_do_not_count() -> None:
@@ -101,20 +72,6 @@ def test_a_place_is_set_aside_for_twice_as_long_each_time() -> None:
         at += lasts
     aside.add(7, 600.0, at)
     assert aside.end(at + 600.0) == [7]
-
-
-def test_a_place_that_has_been_moved_is_used_again_and_known_for_nothing() -> None:
-    aside = SetAside()
-    aside.add(7, 600.0, 0.0)
-    aside.add(b"key", 5.0, 0.0)
-    aside.moved(7)
-    assert aside.end(1.0) == [7]
-    assert aside.end(5.0) == [b"key"]
-    aside.add(7, 5.0, 1.0)
-    assert aside.end(6.0) == [7]
-    aside.moved(7)
-    aside.moved(b"key")
-    assert not aside.known
 
 
 def test_of_too_many_places_the_first_ones_are_used_again() -> None:

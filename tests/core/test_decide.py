@@ -152,20 +152,3 @@ def check_parts(look: Look, decision: Decision) -> None:
     assert decision.end < look.known or not declined
     assert set(decision.wanted) == {tier for tier, queued in decision.places.items() if queued}
     assert ready_end(look, decision.end) == decision.end or missing
-
-
-def test_what_is_known_is_loaded_where_nothing_is_weighed() -> None:
-    look = look_of([[READY, ("stored", 0), ("stored", 1)]], 2, 0)
-    decision = decide(look, None)
-    assert decision.end == 3 * STEP
-    assert [key for _, key in decision.missing] == [b"0 1", b"0 2"]
-    assert decision.wait_s == 0
-    assert not decision.declined
-
-
-def test_a_tier_that_was_never_measured_is_expected_at_once() -> None:
-    look = look_of([[("stored", 0)] * 4], 0, 0)
-    free = TierPrice(0.0, 0.0, 0)
-    given = Prices((TierPrice(0.0, 0.01, 0), free), free, lambda at: 1.0 * (4 * STEP - at), 10.0, [False, True])
-    assert decide(look, given).wait_s == 0
-    assert decide(look, given._replace(measured=[True, True])).wait_s > 0

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.base.zeroed import FREED_AT_ONCE
-from nixl_tiers.core.deferred_free import DeferredFree
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.slots import Slots
 from nixl_tiers.core.types import TierSpec
 from tests.support.core import all_good, opened
 
@@ -46,28 +42,3 @@ def tracked() -> int:
 def walked() -> int:
     """What a full collection looks at."""
     return sum(len(gc.get_referents(one)) for one in gc.get_objects())
-
-
-def test_another_thread_may_take_the_last_structure() -> None:
-    garbage = DeferredFree()
-    garbage.add({1: 2})
-
-    class Raced(deque[object]):
-        def pop(self) -> object:
-            self.clear()
-            return super().pop()
-
-    garbage._structures = Raced(garbage._structures)
-    garbage.drop(10)
-    assert not garbage
-
-
-def test_a_map_of_slots_is_given_back_in_parts() -> None:
-    garbage, slots = DeferredFree(), Slots(4 * FREED_AT_ONCE)
-    used = slots._map
-    slots.clear(garbage)
-    sizes = []
-    while garbage:
-        garbage.drop(1)
-        sizes.append(0 if used.closed else len(used))
-    assert sizes == [3 * FREED_AT_ONCE, 2 * FREED_AT_ONCE, FREED_AT_ONCE, 0]

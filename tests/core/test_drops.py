@@ -123,10 +123,3 @@ def test_a_drop_is_counted_once_and_by_its_reason(drop: Callable[[], TierManager
     counters = drop().counters()["file"].counters
     assert getattr(counters, f"dropped_{reason}") == counters.dropped == 1
     assert counters.failed == (drop is failed), "what a full medium refuses has not failed"
-
-
-def test_a_chunk_without_room_in_the_host_is_counted_there() -> None:
-    core = cascade()
-    put(core, [b"%d" % number for number in range(6)])
-    counters = core.counters()["cpu"].counters
-    assert counters.dropped_full == counters.dropped == 2

@@ -9,14 +9,11 @@ import pytest
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
-from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.probes import MAX_SOUGHT
 from nixl_tiers.core.types import BreakerState, Direction, TierSpec
 from tests.support import inside
-from tests.support.columns import PlainColumns
-from tests.support.core import look_up_key, opened, put, set_aside
+from tests.support.core import look_up_key, opened, put
 
 
 def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
@@ -47,49 +44,6 @@ def test_circuit_of_a_tier_that_is_only_read_closes(rows: list[tuple[int, Key, i
 
 
 KEYS = [b"key-%04d" % number for number in range(2000)]
-PROBES = 2  # that close a circuit
-
-
-def listed(core: TierManager) -> None:
-    """The tier is opened (again), and lists all keys, the first of which is the coldest."""
-    opened(core, 0, 2 * len(KEYS))
-    rows = list(zip(range(len(KEYS)), KEYS, range(1, len(KEYS) + 1), strict=True))
-    take_all(core.events.columns_listed(0, PlainColumns(rows)))
-    core.events.listed(0, [], last=True)
-
-
-def killed_by(keys: Sequence[Key], *, physical_slots: bool) -> TierManager:
-    """A core whose mover was killed while it loaded `keys`; its tier has been opened again."""
-    spec = TierSpec("tier", Write.OFF, physical_slots, asked=not physical_slots)
-    core = TierManager(4, 4096, [spec])
-    listed(core)
-    core.events.killed(0, 0.0)
-    core.events.lost(0, 0.0)
-    set_aside(core.tiers[0], keys, 600.0)
-    listed(core)
-    return core
-
-
-def turns_until_closed(core: TierManager, most: int) -> int:
-    probes = 0
-    for turn in range(1, most + 1):
-        now = 1.0 + turn / 20
-        for job in core.turn(now, now):
-            probes += 1
-            core.events.finished(0, job.id, [Outcome.OK], now)
-        if core.tiers[0].readable:
-            assert probes == PROBES
-            return turn
-    pytest.fail(f"the circuit has not closed after {most} turns and {probes} probes")
-
-
-@pytest.mark.parametrize("physical_slots", [True, False])
-@pytest.mark.parametrize("count", [1, 500, 1900])
-@pytest.mark.parametrize("newest", [True, False])
-def test_a_circuit_closes_though_many_rows_are_set_aside(physical_slots: bool, count: int, newest: bool) -> None:
-    """Wherever they are: each look goes on from where the last one ended."""
-    core = killed_by(KEYS[-count:] if newest else KEYS[:count], physical_slots=physical_slots)
-    assert turns_until_closed(core, PROBES + 2 * len(KEYS) // MAX_SOUGHT) >= PROBES
 
 
 def of_a_disk(slots: int) -> TierManager:
@@ -133,27 +87,6 @@ def test_writes_that_fail_now_and_then_shrink_a_full_disk_by_one_in_a_hundred() 
     assert tier.circuit is BreakerState.CLOSED
     assert tier.counters.failed_stores == 75
     assert len(tier.index.slots) == 495
-
-
-@pytest.mark.parametrize("answer", [Outcome.OK, Outcome.FAILED])
-def test_a_row_whose_load_was_late_is_loaded_again_soon_after_its_mover_has_answered(answer: Outcome) -> None:
-    """Of a server that was slow for a while: a mover that answers does not hang at it."""
-    core = of_a_disk(8)
-    opened(core, 0, 8)
-    core.events.listed(0, [(0, KEYS[0], 1)], last=True)
-    tier, now = core.tiers[0], 0.0
-    for _ in range(2):
-        assert look_up_key(core, KEYS[0], f"request at {now}", None, now) is Lookup.PENDING
-        (job,) = core.turn(now, now)
-        now = job.soft_deadline_s + 1.0
-        assert core.turn(now, now) == []
-        assert tier.index.is_aside(KEYS[0])
-        core.events.finished(0, job.id, [answer], now)
-        core.turn(now, now)
-        assert tier.index.is_aside(KEYS[0]) is (answer is Outcome.FAILED)
-        now += 2 * core.limits.retry_s + 1.0
-        core.turn(now, now)
-        assert not tier.index.is_aside(KEYS[0])
 
 
 class Disk:

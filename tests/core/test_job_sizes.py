@@ -19,7 +19,6 @@ LIMITS = Limits()
 FEW = LIMITS.job_bytes // ROW
 MOST = LIMITS.moves_per_job
 ROWS = 20 * MOST * JOBS_A_WINDOW  # its windows have room for the largest jobs
-FAST = 5e9
 
 
 def core_of(rows: int) -> TierManager:
@@ -74,10 +73,6 @@ def loaded(rows: int, bytes_per_s: float) -> int:
     return max(sizes)
 
 
-def test_jobs_are_small_until_the_tier_is_known() -> None:
-    assert max(store_jobs(core_of(ROWS), 0, FAST)) == FEW
-
-
 @pytest.mark.parametrize(("job", "times"), [(stored, STORE_JOBS), (loaded, 1)])
 def test_a_job_is_what_the_tier_moves_in_its_time(job: Callable[[int, float], int], times: int) -> None:
     speed = 40 * ROW / (times * LIMITS.job_s)
@@ -95,13 +90,6 @@ def test_a_window_has_room_for_several_jobs(job: Callable[[int, float], int]) ->
     share = LIMITS.store_share if job is stored else LIMITS.load_share
     rows = int(20 * JOBS_A_WINDOW / share)
     assert job(rows, 1e12) == 20
-
-
-def test_a_row_that_is_larger_than_the_least_job_is_one() -> None:
-    core = TierManager(64, 2 * LIMITS.job_bytes, [TierSpec("file", Write.THROUGH, physical_slots=True)], LIMITS)
-    opened(core, 0, 64)
-    core.events.listed(0, [], last=True)
-    assert store_jobs(core, 0, 1e3)[0] == 1
 
 
 @pytest.mark.parametrize("wait_s", [1.0, 10.0, 300.0, 3600.0])

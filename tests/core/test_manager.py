@@ -51,37 +51,6 @@ def scan(core: TierManager, keys: Sequence[Key], request: str, now: float = 0.0)
     return answers
 
 
-def waiting_and_loading(core: TierManager, prefixes: dict[str, list[Key]], steps: int) -> dict[str, int]:
-    """What requests with these prefixes hit, in turns of a step, a turn of the supervisor and the movers. Each request
-    loads as soon as it waits for nothing, and its copy ends a step later."""
-    hits: dict[str, int] = {}
-    for _ in range(steps):
-        loaded: list[str] = []
-        for name, keys in prefixes.items():
-            if name in hits:
-                continue
-            answers = scan(core, keys, name)
-            if PENDING not in answers:
-                hits[name] = answers.count(HIT)
-                loaded.append(name)
-                core.prepare_load(name, keys[: hits[name]], 0.0)
-        core.end_step()
-        run(core, core.events.plan(0.0))
-        core.events.plan(0.0)
-        for name in loaded:
-            core.complete_load(name, 0.0)
-    return hits
-
-
-@pytest.mark.parametrize("length", [2, 3])
-def test_promotions_wait_until_other_requests_have_loaded_from_a_full_host(length: int) -> None:
-    """Computing what is stored would take longer."""
-    stored = [bytes([number]) * 8 for number in range(1, 8 * length + 1)]
-    core = only_stored(stored, rows=4)
-    prefixes = {str(n): stored[n * length : (n + 1) * length] for n in range(8)}
-    assert waiting_and_loading(core, prefixes, steps=30) == dict.fromkeys(prefixes, length)
-
-
 @pytest.mark.parametrize(("first", "found"), [(0, 1), (1, 1), (2, 2)])
 def test_row_that_lacks_what_a_load_reads_is_a_miss(first: int, found: int) -> None:
     core = manager(tiers=())
@@ -112,55 +81,6 @@ def test_failed_promotion_falls_back_to_the_next_tier_then_misses(outcome: Outco
     assert core.where([CHAIN[0]])[0] == expected
 
 
-def test_row_is_sealed_once_and_the_second_tier_waits() -> None:
-    core = manager(tiers=("file", "s3"))
-    put(core, CHAIN[:2])
-    (first,) = core.events.plan(0.0)
-    assert (first.tier, [move.seal for move in first.moves]) == (0, [True, True])
-    assert core.events.plan(0.0) == []
-    run(core, [first])
-    (second,) = core.events.plan(0.0)
-    assert (second.tier, [move.seal for move in second.moves]) == (1, [False, False])
-
-
-def test_promoted_row_is_written_to_the_tiers_above_its_source() -> None:
-    core = manager(tiers=("file", "s3"))
-    core.events.listed(1, [(0, CHAIN[0], 0)], last=True)
-    scan(core, CHAIN[:1], "r")
-    (load,) = core.events.plan(0.0)
-    assert load.direction is Direction.LOAD
-    run(core, [load])
-    (store,) = core.events.plan(0.0)
-    assert (store.tier, store.direction, store.moves[0].seal) == (0, Direction.STORE, False)
-
-
-def test_tier_that_is_down_misses_at_once_and_keeps_its_rows() -> None:
-    core = only_stored(CHAIN[:2])
-    core.events.down(0, 0.0)
-    assert scan(core, CHAIN[:2], "r") == [MISS]
-    put(core, CHAIN[4:5])
-    assert core.events.plan(0.0) == []
-    assert core.tiers[0].counters.dropped == 1
-    opened(core, 0, 100)
-    assert scan(core, CHAIN[:2], "again") == [PENDING, PENDING], "they serve while the tier lists"
-    core.finish("again")
-    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN[1:2], 1)], last=True)
-    assert core.where(CHAIN[:2]) == [None, "file"], "what is not listed again is gone"
-
-
-def test_failing_storage_behaves_like_a_host_only_cascade() -> None:
-    bare, failing = manager(rows=4, tiers=()), manager(rows=4, tiers=("file", "s3"))
-    for n, keys in enumerate([CHAIN[:3], CHAIN[2:6], CHAIN[:2], CHAIN[5:8], CHAIN[:4]]):
-        answers = [scan(core, keys, f"scan{n}") for core in (bare, failing)]
-        assert answers[0] == answers[1]
-        for core in (bare, failing):
-            core.finish(f"scan{n}")
-            put(core, keys, f"put{n}")
-            run(core, core.events.plan(float(n)), Outcome.FAILED)
-        assert sorted(bare.host.index) == sorted(failing.host.index)
-    assert not failing.tiers[0].index
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "half-open"])
 def test_nothing_is_stored_before_the_listing_has_ended(killed: bool) -> None:
     """No slot is known to be free before, and a medium takes what it has not listed for gone."""
@@ -176,52 +96,6 @@ def test_nothing_is_stored_before_the_listing_has_ended(killed: bool) -> None:
     assert core.turn(30.0, 30.0) == []
     core.events.listed(0, [], last=True)
     assert [job.direction for job in core.turn(40.0, 40.0)][-1] is Direction.STORE
-
-
-def test_row_listed_as_removed_is_a_miss_unless_it_is_being_read() -> None:
-    core = only_stored(CHAIN[:2])
-    scan(core, CHAIN[:1], "r")
-    (job,) = core.events.plan(0.0)
-    core.events.listed(0, [(-1, key, 0) for key in (*CHAIN[:2], b"never heard of")], last=False)
-    assert core.tiers[0].index.slots.free == core.tiers[0].index.slots.limit - 1
-    assert core.where([CHAIN[1]])[0] is None
-    run(core, [job], Outcome.MISSING)
-    assert core.where([CHAIN[0]])[0] is None
-    core.events.listed(0, [(0, CHAIN[1], 5)], last=False)  # and it may come again
-    assert core.where([CHAIN[1]])[0] == "file"
-
-
-def test_request_whose_load_failed_gets_no_more_hits() -> None:
-    core = manager(tiers=())
-    put(core, CHAIN[:3])
-    assert scan(core, CHAIN[:2], "r") == [HIT, HIT]
-    core.prepare_load("r", CHAIN[:2], 0.0)
-    core.complete_load("r", 0.0, failed=True)
-    core.end_step()
-    assert scan(core, CHAIN[2:3], "r") == [MISS], "a request that was computed once is not tried again"
-    assert scan(core, CHAIN[:1], "other") == [MISS]
-    assert scan(core, CHAIN[2:3], "other") == [HIT]
-    assert core.host.counters.failed == 2
-    assert core.host.used == 1
-    core.finish("r")
-    assert scan(core, CHAIN[2:3], "r") == [HIT], "a name that comes again is another request"
-
-
-def test_request_loads_from_its_allowed_tiers_only() -> None:
-    core = only_stored(CHAIN[:2], tiers=("file", "s3"))
-    core.arrive("far", RequestWishes(allowed=frozenset([1])))
-    core.arrive("none", RequestWishes(allowed=frozenset([])))
-    assert scan(core, CHAIN[:2], "none") == [MISS]
-    assert scan(core, CHAIN[:1], "far") == [PENDING]
-    assert [job.tier for job in core.events.plan(0.0)] == [1]
-    core.reset(keep_tiers=True)  # which forgets requests, but not what they asked for
-    assert scan(core, CHAIN[1:2], "none") == [MISS]
-    core.finish("none")
-    assert scan(core, CHAIN[1:2], "none") == [PENDING]
-    assert [job.tier for job in core.events.plan(0.0)] == [0]
-    put(core, CHAIN[2:3])
-    core.arrive("host", RequestWishes(allowed=frozenset([])))
-    assert look_up_key(core, CHAIN[2], "host", 0, 0.0) is HIT
 
 
 def stored_keys(core: TierManager) -> set[Key]:
@@ -301,18 +175,3 @@ def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
     core = manager(wait_s=2.0)
     core.prepare_store("writer", CHAIN[:1])  # whose workers never end
     assert pending_s(core, CHAIN[:2], "reader") <= 2.5
-
-
-def test_rows_of_jobs_before_a_reset_are_released_by_later_jobs() -> None:
-    """vLLM up to 0.32: the first job of after a reset that ends says that all of before it have ended, too."""
-    core = manager(rows=12, tiers=())
-    for number in range(1000):
-        chain = [b"%d-%d" % (number, place) for place in range(8)]
-        put(core, chain[:3], f"ready-{number}")
-        assert scan(core, chain[:3], f"load-{number}") == [HIT] * 3
-        core.prepare_load(f"load-{number}", chain[:3], 0.0)
-        assert core.prepare_store(f"store-{number}", chain[3:]).rows
-        core.reset(keep_tiers=False)
-        assert core.host.used == 8, "a row is given away before the engine can know that it is quiet"
-    put(core, CHAIN[:1])
-    assert core.host.used == 1

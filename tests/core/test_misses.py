@@ -11,7 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.stats import HOST, MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of, tier_and_reason
+from nixl_tiers.core.stats import MISSED, TABLE_BITS, EvictionHistory, Gone, tag_of
 from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import look_up_key, opened, put, set_aside
@@ -89,17 +89,6 @@ def test_a_miss_is_counted_at_the_tier_that_its_reason_is_about(
     assert miss(core, ONE) == {reason: 1}
 
 
-def test_a_chunk_that_the_host_has_no_room_for() -> None:
-    """It is full of what the request itself waits with for more."""
-    core = cascade(ONE, TWO, rows=1)
-    assert look_up_key(core, ONE, "get", 0, 0.0) is look_up_key(core, TWO, "get", 1, 0.0) is Lookup.PENDING
-    core.end_step()
-    while jobs := core.events.plan(0.0):
-        for job in jobs:
-            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
-    assert miss(core, ONE, TWO) == {("cpu", "no_room"): 1}
-
-
 def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> None:
     keys = [b"%d" % number for number in range(6)]
     core = cascade(keys[2], keys[3], keys[5], rows=1)
@@ -107,18 +96,6 @@ def test_what_is_there_behind_a_miss_has_its_reason_up_to_the_next_miss() -> Non
     put(core, [b"another"])
     core.count_misses("get", keys, 0.0)
     assert missed(core) == {("cpu", "never_stored"): 4, ("cpu", "evicted"): 2}
-
-
-@pytest.mark.parametrize("why", Gone)
-@pytest.mark.parametrize("tier", [HOST, 0, 7])
-def test_a_key_that_has_left_is_remembered_with_its_tier_and_the_reason(tier: int, why: Gone) -> None:
-    gone = EvictionHistory()
-    gone.note(ONE, tag_of(3, Gone.EVICTED))
-    gone.note(ONE, tag_of(tier, why))
-    assert tier_and_reason(gone.find(ONE)) == (tier, why)
-    assert not gone.find(TWO)
-    gone.clear()
-    assert not gone.find(ONE)
 
 
 def test_most_of_the_last_keys_are_remembered_and_no_other_key_is_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_tiers.core.prefill import MIN_SAMPLES, PrefillEstimate
+from nixl_tiers.core.prefill import PrefillEstimate
 
 GPU = (0.012, 2e-5, 1.2e-9)  # seconds of a step, of a token, of a token's attention to one other
 CPU = (0.02, 4e-3, 4e-7)
@@ -57,37 +57,11 @@ def test_known_machine_is_learned_from_noisy_steps_though_some_are_far_off(machi
             assert estimate.seconds(start, end) == pytest.approx(true_seconds(machine, start, end), rel=error)
 
 
-def test_slower_machine_is_noticed_though_only_one_kind_of_prompt_comes():
-    estimate = learned(GPU, 6)
-    for _ in range(400):
-        estimate.observe(700, 350, 3 * step_seconds(GPU, 700, 350))
-    assert estimate.seconds(0, 700) == pytest.approx(3 * true_seconds(GPU, 0, 700), rel=0.25)
-
-
 def test_no_term_is_negative_where_the_best_fit_would_have_one():
     estimate = PrefillEstimate()
     for tokens, seconds in [(100, 0.01), (1000, 1.0), (2000, 4.0)] * 3:
         estimate.observe(tokens, 0, seconds)
     assert 0 <= estimate.seconds(0, 1) <= estimate.seconds(0, 50) <= estimate.seconds(0, 100)
-
-
-def test_a_run_of_short_prompts_does_not_make_it_forget_long_ones():
-    estimate = learned(CPU, 5, count=20)
-    for _ in range(100):
-        estimate.observe(64, 32, step_seconds(CPU, 64, 32))
-    assert estimate.seconds(0, 8000) == pytest.approx(true_seconds(CPU, 0, 8000), rel=0.25)
-
-
-def test_sum_of_many_steps_is_right_though_some_are_slow():
-    """Every fourth step shares the machine with others: the mean is 1.3 times the median."""
-    shares = []
-    for seed in range(20):
-        draw, estimate = random.Random(seed), PrefillEstimate(step_tokens=STEP)
-        for tokens, context in prompts(draw, 60):
-            slow = 2.2 if draw.random() < 0.25 else 1.0
-            estimate.observe(tokens, context, slow * step_seconds(CPU, tokens, context))
-        shares.append(estimate.seconds(0, 6000) / true_seconds(CPU, 0, 6000))
-    assert sum(shares) / len(shares) == pytest.approx(1.3, rel=0.08)
 
 
 def test_prompt_takes_as_many_steps_as_the_engine_says():
@@ -114,25 +88,6 @@ def test_whatever_was_observed_seconds_are_monotone_and_not_negative(samples, st
     assert (seconds is None) == (longer is None)
     if seconds is not None:
         assert 0 <= seconds <= longer < float("inf")
-
-
-@given(SAMPLES)
-def test_another_process_goes_on_with_the_same_estimate(samples):
-    estimate, restored = PrefillEstimate(), PrefillEstimate()
-    for sample in samples:
-        estimate.observe(*sample)
-    restored.restore(estimate.samples())
-    again = PrefillEstimate()
-    again.restore(restored.samples())
-    assert again.seconds(0, 5000) == restored.seconds(0, 5000)
-    assert (restored.seconds(0, 5000) is None) == (len(estimate.samples()) < MIN_SAMPLES)
-
-
-def test_unknown_until_some_steps_were_seen():
-    estimate = PrefillEstimate()
-    estimate.observe(512, 256, 1.0)
-    assert estimate.seconds(0, 512) is None
-    assert estimate.tokens_per_s is None
 
 
 def test_speed_that_is_set_is_not_learned():

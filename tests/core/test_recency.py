@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
-import pytest
-
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.requests import RequestWishes
-from nixl_tiers.core.tier import Tier
 from nixl_tiers.core.types import Limits, TierSpec
-from tests.support.core import look_up_key, opened, put, touched
+from tests.support.core import look_up_key, opened, put
 
 KEYS = [b"key-%03d" % number for number in range(200)]
 LIMITS = Limits(rows_per_slice=16)
@@ -32,28 +26,6 @@ def test_what_the_engine_used_goes_last_and_the_deepest_of_it_first() -> None:
     for start in (32, 16, 0):  # in parts, as of a long prompt
         core.used("request", KEYS[start : min(start + 16, 40)])
     assert core.tiers[0].index.select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
-def test_a_root_leaves_after_what_its_request_stores_behind_it(later: bool) -> None:
-    core = core_of(rows=8)
-    put(core, KEYS[:4], "another")
-    if not later:
-        core.used("request", KEYS[:4])
-    put(core, KEYS[4:8], "request")
-    if later:
-        core.used("request", KEYS[:4])
-    core.host.make_room(4)
-    assert list(core.host.index) == KEYS[:4]
-
-
-def test_the_first_request_is_told_from_one_of_low_priority() -> None:
-    """Which gives what it stores the oldest use of all, as if it had been no use."""
-    core = TierManager(8, 4096, [], LIMITS)
-    core.arrive("low", RequestWishes(evict_first=True))
-    put(core, KEYS[:1], "low")
-    touched(core, KEYS[:1], "first")
-    assert core.host.index[KEYS[0]].tick > 0
 
 
 ROWS, QUOTA = 10, 3
@@ -88,39 +60,3 @@ def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_ot
     assert second[0] not in core.host.index
     assert all(key in core.host.index for key in keys_of("other", 4)), "there was room for all of them"
     assert core.host.free == ROWS - 4 - QUOTA
-
-
-def test_victims_leave_a_tier_in_the_order_in_which_they_were_selected() -> None:
-    tier = Tier(TierSpec("file", Write.THROUGH, physical_slots=True), 0)
-    index = tier.index
-    index.set_limit(tier.members[0], 32)
-    keys = [b"%03d" % number for number in range(32)]
-    for slot, key in enumerate(keys):
-        index.add_listed(slot, key, tick=slot)
-    assert index.select_victims(24) == keys[:24]
-    assert index.make_room(16) == keys[:16]
-
-
-def test_rows_that_could_not_be_copied_leave_in_prefix_order() -> None:
-    keys = [b"a", b"ab", b"abc"]
-    core = TierManager(8, 4096, [])
-    put(core, keys)
-    gone: list[bytes] = []
-    core.host.changed = gone.append
-    core.prepare_load("request", keys, 0.0)
-    core.complete_load("request", 0.0, failed=True)
-    assert gone == keys
-
-
-def test_waits_of_preempted_requests_are_samples_in_the_order_of_their_names() -> None:
-    for order in permutations(["a", "b", "c"]):
-        core = TierManager(8, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-        opened(core, 0, 8)
-        core.events.listed(0, [(slot, key, 0) for slot, key in enumerate([b"a", b"b", b"c"])], last=True)
-        for began_s, name in enumerate(["a", "b", "c"]):
-            assert look_up_key(core, name.encode(), name, 0, float(began_s)) is Lookup.PENDING
-        core.end_step()
-        for name in ["a", "b", "c"]:
-            look_up_key(core, name.encode(), name, 0, 3.0)
-        core.end_step(preempted=order)
-        assert core.take_samples()["file", "wait_vain"] == [3.0, 2.0, 1.0]

@@ -10,7 +10,6 @@ from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.rows import RowState
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import look_up_key, opened
 
@@ -66,39 +65,6 @@ def test_a_loaded_row_is_a_hit_before_its_job_has_ended() -> None:
     assert (engine.tier.rows_loading, engine.tier.loaded) == (0, 4)
 
 
-def test_rows_that_were_reported_are_not_quarantined_when_the_mover_is_killed() -> None:
-    engine = Engine()
-    job = engine.load()
-    engine.rows_end(job, [0, 2])
-    reported = [engine.core.host.index[key] for key in (KEYS[0], KEYS[2])]
-    stuck = [move.row for move in job.moves]
-    engine.now = job.hard_deadline_s + 1
-    assert engine.core.health.overdue(engine.now) == {0: "a job is overdue"}
-    engine.core.events.killed(0, engine.now)
-    assert engine.member.quarantined == 2
-    assert [row.state for row in reported] == [RowState.READY] * 2
-    assert all(row.invalidated and row.mover_refs for row in stuck), "the dead mover may still write to them"
-    assert [engine.tier.index.is_aside(key) for key in KEYS] == [False, True, False, True]
-    engine.core.events.lost(0, engine.now)
-    assert engine.member.quarantined == 0
-    assert not any(row.mover_refs for row in stuck)
-    assert [engine.looks_up(key) for key in (KEYS[0], KEYS[2])] == [Lookup.HIT] * 2
-
-
-def test_rows_of_a_late_job_leave_the_quarantine_one_by_one() -> None:
-    engine = Engine()
-    job = engine.load()
-    engine.now = job.soft_deadline_s + 1
-    engine.turn()
-    assert job.abandoned
-    assert engine.member.quarantined == 4
-    used = engine.core.host.used
-    engine.rows_end(job, [3])
-    assert (engine.member.quarantined, engine.core.host.used) == (3, used - 1)
-    engine.core.events.finished(0, job.id, [OK] * 3, engine.now)
-    assert engine.member.quarantined == 0
-
-
 @pytest.mark.parametrize(
     ("places", "outcomes", "partial"),
     [
@@ -140,12 +106,3 @@ def test_a_job_is_judged_by_all_of_its_rows(first: Outcome) -> None:
     engine.rows_end(job, [0, 1, 2], first)
     engine.core.events.finished(0, job.id, [FAILED if first is OK else OK], 1.0)
     assert recorded == [first is OK]
-
-
-def test_a_tier_is_measured_by_all_rows_of_a_job() -> None:
-    engine = Engine()
-    job = engine.load()
-    engine.now = 1.0
-    engine.rows_end(job, [0, 1, 2])
-    engine.core.events.finished(0, job.id, [OK], 2.0)
-    assert engine.tier.loads.seconds(4 * 1000) == pytest.approx(2.0)

@@ -10,7 +10,6 @@ import pytest
 
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier
-from nixl_tiers.core.listing import take_all
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.promotion import Promotion
@@ -121,33 +120,6 @@ def test_reset_touches_a_slice_of_rows(most_work: Callable[..., int]) -> None:
     while core.host.has_old:
         assert most_work(expire, core, 0.0) <= 3 * MOST
     assert core.host.used == 0
-
-
-def test_what_a_listing_has_not_confirmed_is_swept_once_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message that ends a listing comes after the slices, and looked at all rows again in one hold of the lock."""
-    core = TierManager(ROWS, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits(listed_per_step=8))
-    opened(core, 0, 10_000)
-    core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(CHAIN)], last=True)
-    index = core.tiers[0].index
-    before = len(index)
-    looked_at: list[int] = []
-    sweep = index.sweep
-    monkeypatch.setattr(
-        index,
-        "sweep",
-        lambda member, start, *more, **how: (looked_at.append(start), sweep(member, start, *more, **how))[1],
-    )
-    opened(core, 0, 10_000)
-    core.events.listed(0, [(0, CHAIN[0], 0)], last=False)
-    take_all(core.events.listing_ends(0))
-    assert len(looked_at) >= before // 8
-    looked_at.clear()
-    core.events.listed(0, [], last=True)
-    assert looked_at == []
-    assert len(index) == 1
-    opened(core, 0, 10_000)
-    core.events.listed(0, [], last=True)
-    assert len(index) == 0, "without slices before it, the message itself does it"
 
 
 def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_are_sent() -> None:

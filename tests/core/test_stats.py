@@ -203,16 +203,6 @@ def scan(core: TierManager, now: float) -> list[Lookup]:
     return answers
 
 
-def test_a_job_is_one_sample_of_its_tier() -> None:
-    core = cascade()
-    plan = core.prepare_store("put", KEYS)
-    core.complete_store(plan.keys, all_good)
-    (job,) = core.events.plan(5.0)
-    core.events.finished(0, job.id, [Outcome.OK, Outcome.OK, Outcome.FAILED], 5.5)
-    assert core.take_samples() == {("file", "store_seconds"): [0.5], ("file", "store_bytes"): [2 * ROW_BYTES]}
-    assert core.take_samples() == {}
-
-
 def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
     core = cascade(*KEYS)
     assert scan(core, 1.0) == [Lookup.PENDING] * 3
@@ -271,14 +261,6 @@ def test_wait_is_the_lower_tiers_and_the_copy_is_shared_by_tokens(books: Books) 
     assert books.of(CPU) == (3.0, 2.7, 0.0, 0.0)
     assert books.of("s3") == (1.0, 0.4, 0.0, 0.0)
     assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
-
-
-def test_load_that_fails_saves_nothing_and_its_time_is_lost_in_vain(books: Books) -> None:
-    books.savings.load_began("r", Load(0, 4000, 50.0, ("file", 1.0), {"file": 4000}))
-    books.savings.load_failed("r", 50.5)
-    assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
-    books.savings.load_ended("r", 60.0)
-    assert books.of("file") == (0.0, 0.0, 0.0, 1.5)
 
 
 def stored(core: TierManager, *keys: bytes) -> None:

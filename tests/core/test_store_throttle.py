@@ -9,7 +9,6 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.member import UNLIMITED
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support.core import all_good, look_up_key, opened
 
@@ -17,7 +16,6 @@ ROWS = 100
 LIMITS = Limits(store_hold_s=0.5, hold_share=0.25, load_share=0.2, store_share=0.1, reserve_share=0.1)
 WINDOW = 5  # a tenth of the host's rows, shared by two tiers
 STORED = [b"stored-%d" % number for number in range(200)]
-RESERVE = 10
 TURN_S = 0.05
 
 
@@ -69,23 +67,6 @@ class Driver:
 
 def new_keys(number: int) -> list[Key]:
     return [b"new-%d" % each for each in range(number)]
-
-
-def test_no_store_of_any_tier_begins_while_a_promotion_is_queued_or_running() -> None:
-    driver = Driver()
-    driver.put(b"new")
-    driver.core.tiers[1].members[0].send_credits = 0
-    driver.ask(STORED[0])
-    assert driver.turn() == []
-    assert driver.core.tiers[1].to_load, "queued: its mover takes no more messages"
-    driver.core.tiers[1].members[0].send_credits = UNLIMITED
-    (load,) = driver.turn()
-    assert load.direction is Direction.LOAD
-    assert driver.turn() == []
-    driver.end(load)
-    # Each tier gets the row that it lacks; one at a time seals it.
-    assert set(driver.stored()) == {b"new", STORED[0]}
-    assert driver.stored() == [b"new"]
 
 
 def steady_stream(driver: Driver, seconds: float) -> Iterator[list[Key]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -52,16 +51,6 @@ def listed(spec: TierSpec, *numbers: int, slots: int = SLOTS) -> Tier:
 
 
 @both
-def test_listed_rows_are_found_and_evicted_the_coldest_first(spec: TierSpec) -> None:
-    tier = listed(spec, 5, 3, 9, 1)
-    assert tier.can_load_many([KEYS[n] for n in (1, 2, 3)]) == [True, False, True]
-    assert (tier.counters.found, tier.counters.rows, len(tier.index.slots)) == (4, 4, 4)
-    assert tier.index.newest_listed == 9
-    assert tier.index.make_room(SLOTS - 2) == [KEYS[1], KEYS[3]]
-    assert list(tier.members[0].to_delete) == [(1, KEYS[1]), (3, KEYS[3])]
-
-
-@both
 def test_a_step_adds_a_bounded_number_of_rows(spec: TierSpec) -> None:
     tier, columns = tier_of(spec), numbered(*range(8))
     steps = add_columns(tier, tier.members[0], columns)
@@ -100,59 +89,6 @@ def test_rows_being_read_and_victims_are_swept_like_others_once_they_may(spec: T
     take_all(begin_listing(tier, tier.members[0], SLOTS))
     take_all(end_listing(tier, tier.members[0]))
     assert (len(tier.index), len(tier.index.slots)) == (0, 0)
-
-
-def test_rows_without_a_slot_of_their_own_are_deleted() -> None:
-    tier = listed(PHYSICAL, 1, 2, slots=10)
-    take_all(begin_listing(tier, tier.members[0], 10))
-    rows = [(1, KEYS[1], 0), (2, KEYS[7], 0), (5, KEYS[2], 0), (10, KEYS[8], 0), (9, KEYS[9], 0)]
-    take_all(add_columns(tier, tier.members[0], PlainColumns(rows)))
-    assert sorted(rows_of(tier)) == [KEYS[1], KEYS[2], KEYS[9]]
-    assert list(tier.members[0].to_delete) == [(2, KEYS[7]), (5, KEYS[2]), (10, KEYS[8])]
-    assert len(tier.index.slots) == 3
-    assert tier.index.slots.allocate() == 0
-    assert [tier.index.slots.allocate() for _ in range(3)] == [3, 4, 5], "those that are listed are taken"
-
-
-@both
-def test_tier_with_fewer_slots_is_down_until_the_rows_beyond_are_gone(spec: TierSpec) -> None:
-    tier = listed(spec, *range(20))
-    steps = begin_listing(tier, tier.members[0], 8)
-    next(steps)
-    assert not tier.can_load(KEYS[0])
-    take_all(steps)
-    left = range(8) if spec.physical_slots else range(12, 20)
-    assert sorted(rows_of(tier)) == [KEYS[n] for n in left], "those in slots, or the most recent"
-    assert tier.can_load(KEYS[left[0]])
-    assert tier.counters.evictions == 12
-    assert len(tier.members[0].to_delete) == 12
-    assert len(tier.index.slots) == 8
-
-
-@both
-@pytest.mark.parametrize("steps", range(4))
-def test_a_reset_between_two_steps_ends_the_listing(spec: TierSpec, steps: int) -> None:
-    tier = listed(spec, *range(10))
-    old = tier.index.rows
-    columns = numbered(*range(20, 30))
-    take_all(begin_listing(tier, tier.members[0], SLOTS))
-    running = [
-        add_columns(tier, tier.members[0], columns),
-        end_listing(tier, tier.members[0]),
-        begin_listing(tier, tier.members[0], 5),
-    ]
-    for each in running:
-        for _ in range(steps):
-            next(each, None)
-    tier.clear()
-    for each in running:
-        take_all(each)
-    assert (len(tier.index), len(tier.index.slots), tier.index.slots.limit) == (0, 0, 0)
-    assert tier.state is TierState.DOWN
-    assert columns.closed
-    while tier.garbage:
-        tier.garbage.drop(1)
-    assert sys.getrefcount(old) == 2, "the old table is freed"
 
 
 def test_slots_are_within_the_limit_and_each_is_given_once() -> None:

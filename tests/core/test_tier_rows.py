@@ -244,32 +244,6 @@ def test_what_needs_room_takes_rows_that_are_being_evicted_first_and_none_that_i
     assert rows.evict(1) == [(b"0", 0)]
 
 
-def test_a_row_may_have_more_pins_than_16_bits(make: Callable[[], TierRows]) -> None:
-    rows = make()
-    rows.add(b"shared", 0, 1, True)
-    for _ in range(70):
-        rows.pin_many([b"shared"] * 1000)
-    for _ in range(70):
-        assert rows.evict(1) == []
-        rows.unpin_many([b"shared"] * 1000)
-    assert rows.evict(1) == [(b"shared", 0)]
-
-
-def test_every_row_of_many_is_found(make: Callable[[], TierRows]) -> None:
-    """Across the growth of shards and chunks."""
-    rows, count = make(), 40_000
-    names = [b"%036d" % number for number in range(count)]
-    for number, name in enumerate(names):
-        rows.add(name, number, number // 8, True)
-    assert len(rows) == count
-    assert all(rows.has_many(names, True))
-    assert not any(rows.has_many([b"x" + name for name in names[:1000]], False))
-    assert [slot for _, slot in rows.evict(8)] == list(range(7, -1, -1))
-    for name in names[8::2]:
-        assert rows.remove(name, NO_ID) >= 0
-    assert rows.has_many(names[8:], True) == [bool(n % 2) for n in range(count - 8)]
-
-
 def test_keys_that_are_no_bytes_or_too_long_are_refused() -> None:
     rows = make_rows(True)
     for call in (rows.is_stored, rows.get, rows.pin, lambda key: rows.has_many([key], True)):

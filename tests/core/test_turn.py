@@ -11,7 +11,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.pricing import ENOUGH_SAMPLES
-from nixl_tiers.core.turn import NO, NOW, PAUSE_SHARE, SOON, Due
+from nixl_tiers.core.turn import NO, NOW, SOON, Due
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
 from tests.support import inside
 from tests.support.core import look_up_key, opened, put
@@ -185,14 +185,6 @@ def test_a_turn_is_due(happens: Callable[[TierManager], None], due: Due, spec: T
     assert core.events.take_due() is due
 
 
-def test_a_quick_tier_does_not_idle_while_rows_are_queued() -> None:
-    core = core_of()
-    measured(core, seconds=0.04)
-    put(core, KEYS[ROWS : ROWS + WINDOW + 1])
-    core.turn(1e4, 1e4)
-    assert core.events.pause_s == pytest.approx(PAUSE_SHARE * 0.04)
-
-
 @pytest.mark.parametrize(("open_s", "mover_s"), [(50.0, 0.5), (0.5, 1e9)], ids=["a pause", "no honest mover"])
 def test_a_store_took_what_its_mover_says_but_no_longer_than_its_job_was_open(open_s: float, mover_s: float) -> None:
     core = core_of()
@@ -219,35 +211,3 @@ def test_no_request_waits_for_a_pause_to_end() -> None:
     end(core, loads, 1e4 + 0.1)
     assert core.events.pause_s > 0
     end(core, stores, 1e4 + 1)
-
-
-def test_a_step_brings_no_turn_while_all_that_requests_wait_for_is_under_way() -> None:
-    """Each turn takes the interpreter's lock from a step, and the end of a load brings one anyway."""
-    core = core_of()
-    assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
-    core.end_step()
-    assert core.events.due is NOW
-    loads = core.turn(1e4, 1e4)
-    assert look_up_key(core, b"stored", "request", 0, 1e4) is Lookup.PENDING
-    core.end_step()
-    assert core.events.due is NO
-    end(core, loads, 1e4 + 0.1)
-    assert look_up_key(core, b"stored", "request", 0, 1e4 + 0.1) is Lookup.HIT
-
-
-def test_stores_that_may_have_ended_in_a_pause_end_it_when_allocations_leave_hardly_any_room() -> None:
-    """Their window is full, so that no other can start; but theirs is the room that the next allocations need."""
-    specs = [
-        TierSpec("file", Write.ON_EVICT, physical_slots=True),
-        TierSpec("s3", Write.OFF, physical_slots=False),
-    ]
-    core = TierManager(ROWS, ROW, specs, LIMITS)
-    for tier in range(2):
-        opened(core, tier, 4 * ROWS)
-        core.events.listed(tier, [], last=True)
-    put(core, KEYS[: ROWS - RESERVE // 2])
-    core.turn(0.0, 0.0)
-    assert (core.tiers[0].rows_storing, len(core.tiers[0].to_store), core.host.free) == (10, 0, 10)
-    assert core.events.due is NO
-    put(core, KEYS[ROWS : ROWS + 1])
-    assert core.events.due is NOW
