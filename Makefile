@@ -4,7 +4,7 @@
 #                                   a server that runs, OUT=demo-out, PROMPT_TOKENS=6032
 #   make test                       the pure tests, and a smoke test of each thing that runs
 #   make test-all                   the others too, an hour; failed ones are run twice more, test-out/flaky.json
-#   make t T=tests/core/test_breaker.py   one file, directory or test, and nothing collected beside it
+#   make t T=tests/core/test_health.py   one file, directory or test, and nothing collected beside it
 #   make faults                     every fault on every tier; writes bench/results/faults.json and docs/internals/results.md
 #   make stress                     random load, aborts and resets on vLLM, every answer checked; half an hour and more
 #   make torture ONLY=flipped-byte  failures that users reported, on vLLM's own tiers, LMCache and these; without ONLY an
@@ -152,7 +152,7 @@ FAST := not slow and not faults and not stress
 # Without tests/vllm, unless T is there: importing vLLM takes longer than most files of tests.
 T :=
 t: $(VENV)/.ready
-	@test -n "$(T)" || { echo 'make t T=tests/core/test_breaker.py: a file, a directory or a test'; exit 2; }
+	@test -n "$(T)" || { echo 'make t T=tests/core/test_health.py: a file, a directory or a test'; exit 2; }
 	@$(PY) -m pytest -q -m '$(FAST)' $(T) $(PYTEST_ARGS)
 
 # For tests/system/test_monitoring.py and the tests of alerts, which skip without. Unpacked, so that no service starts.

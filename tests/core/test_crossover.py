@@ -27,32 +27,29 @@ class Engine:
     """One request at a time, over one tier whose jobs share the medium (as S3's connections do) or have it one after
     the other (as a disk's)."""
 
-    def __init__(self, *, shared: bool, latency_s: float = LATENCY_S, step_s: float = 0.0) -> None:
-        """`step_s`: what a step of the engine takes beside its tokens. The last one of a prompt is needed in any case:
-        for its last token, or for all that was not loaded."""
+    def __init__(self, *, shared: bool) -> None:
         self.shared = shared
-        self.bytes_per_s, self.latency_s, self.step_s = 20e6, latency_s, step_s
+        self.bytes_per_s = 20e6
         prefill = PrefillEstimate()
         prefill.limit_step(8192)
-        prefill.restore([(tokens, tokens / 2, step_s + tokens / TOKENS_PER_S) for tokens in (1, 64, 512, 4096)])
+        prefill.restore([(tokens, tokens / 2, tokens / TOKENS_PER_S) for tokens in (1, 64, 512, 4096)])
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False)]
         self.core = TierManager(400, ROW_BYTES, specs, Limits(wait_s=120.0), prefill=prefill)
-        opened(self.core, 0, 1000)
         self.chains = {length: [b"%d of %d" % (place, length) for place in range(length)] for length in LENGTHS}
         keys = [key for chain in self.chains.values() for key in chain]
-        self.core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
+        opened(self.core, 0, 1000, [(slot, key, 0) for slot, key in enumerate(keys)])
         self.now = 0.0
         self.asked = 0
         self._running: dict[int, tuple[Job, float, list[float]]] = {}  # when its bytes begin to flow, how many are left
 
     def better_s(self, length: int, held: int) -> float:
         """By the better of loading all and loading nothing but what the host holds."""
-        load_s = self.latency_s + (length - held) * ROW_BYTES / self.bytes_per_s
-        return self.step_s + min(load_s, (length - held) * TOKENS / TOKENS_PER_S)
+        load_s = LATENCY_S + (length - held) * ROW_BYTES / self.bytes_per_s
+        return min(load_s, (length - held) * TOKENS / TOKENS_PER_S)
 
-    def ask(self, length: int, held: int = 0, pause_s: float = 1.5) -> float:
+    def ask(self, length: int, held: int = 0) -> float:
         """Seconds until the chain is loaded or computed, with nothing in the host but its first `held` chunks. The next
-        request comes `pause_s` after it."""
+        request comes soon after it."""
         self.core.reset(True, self.now)
         self.core.flushed()
         keys = self.chains[length]
@@ -65,12 +62,12 @@ class Engine:
         while (scan := self._scan(name, keys)).waits:
             self._advance(self.now + STEP_S)
         loaded = scan.end // TOKENS
-        self._advance(self.now + self.step_s + (length - loaded) * TOKENS / TOKENS_PER_S)
+        self._advance(self.now + (length - loaded) * TOKENS / TOKENS_PER_S)
         took_s = self.now - began_s
         self.core.complete_load(name, 0.0)
         self.core.complete_store(keys, all_good)
         self.core.finish(name)
-        self._advance(self.now + pause_s)
+        self._advance(self.now + 1.5)
         return took_s
 
     def _scan(self, name: str, keys: Sequence[Key]) -> Scan:
@@ -102,7 +99,7 @@ class Engine:
     def _plan(self) -> None:
         while jobs := self.core.turn(self.now, self.now):
             for job in jobs:
-                self._running[job.id] = job, self.now + self.latency_s, [float(len(job.moves) * ROW_BYTES)]
+                self._running[job.id] = job, self.now + LATENCY_S, [float(len(job.moves) * ROW_BYTES)]
 
 
 def worst(engine: Engine) -> float:

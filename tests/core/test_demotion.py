@@ -10,34 +10,25 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Job, Limits, TierSpec
-from tests.support import inside
-from tests.support.core import all_good, opened
+from tests.support.core import opened, put
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
     specs = [TierSpec(f"tier{n}", write, physical_slots=True) for n, write in enumerate(writes)]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, reserve_share=0.25))
     for tier, count in enumerate(slots):
-        opened(core, tier, count)
-        core.events.listed(tier, [], last=True)
+        opened(core, tier, count, [])
     return core
 
 
-def put(core: TierManager, key: Key, now: float) -> None:
-    plan = core.prepare_store(key.decode(), [key])
-    core.complete_store(plan.keys, all_good)
-    core.finish(key.decode())
-    core.end_step()
-
-
-def settle(core: TierManager, outcome: Outcome = Outcome.OK) -> None:
+def settle(core: TierManager) -> None:
     """Movers that keep up."""
     for _ in range(50):
         jobs = core.events.plan(0.0)
         if not jobs:
             return
         for job in jobs:
-            core.events.finished(job.tier, job.id, [outcome] * len(job.moves), 0.0)
+            core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), 0.0)
     raise AssertionError("write-back never ends")
 
 
@@ -55,22 +46,10 @@ def keys(count: int) -> list[Key]:
     return [b"%03d" % n for n in range(count)]
 
 
-@pytest.mark.parametrize("first", [Write.THROUGH, Write.ON_EVICT])
-def test_victims_of_a_storage_tier_are_demoted_further_down(first: Write) -> None:
-    core = manager(8, (first, Write.ON_EVICT), (12, 100))
-    for key in keys(60):
-        put(core, key, 0.0)
-        settle(core)
-    assert all(place for place in core.where(keys(60)))
-    assert [tier.counters.dropped for tier in core.tiers] == [0, 0]
-    assert len(core.tiers[0].index.slots) <= 12
-    assert not inside.pinned(core)
-
-
 def test_store_never_waits_for_writeback() -> None:
     core = manager(4, (Write.ON_EVICT,), (100,))
     for key in keys(20):
-        put(core, key, 0.0)  # no mover ever answers
+        put(core, [key])  # no mover ever answers
         core.events.plan(0.0)
     # Rows that a mover reads are pinned, others are evicted unwritten, the oldest first, and each is counted.
     lost = [key for key in keys(20) if core.where([key])[0] is None]
@@ -81,7 +60,7 @@ def test_store_never_waits_for_writeback() -> None:
 def test_victims_that_cannot_be_written_stay() -> None:
     core = manager(8, (Write.ON_EVICT,), (100,))
     for key in keys(7):
-        put(core, key, 0.0)
+        put(core, [key])
     for job in core.events.plan(0.0):
         core.events.finished(job.tier, job.id, [Outcome.NO_SPACE] * len(job.moves), 0.0)
     core.events.down(0, 0.0)
@@ -95,7 +74,7 @@ def test_row_that_came_up_to_be_demoted_is_not_written_to_the_tier_it_came_from(
     for all of them below, rows went round through all tiers for ever."""
     core = manager(8, (Write.ON_EVICT, Write.ON_EVICT), (12, slots))
     for key in keys(60):
-        put(core, key, 0.0)
+        put(core, [key])
         settle(core)
     first = core.tiers[0].counters
     assert first.bytes_written == 4096 * len({key for key in keys(60) if key not in core.host.index})

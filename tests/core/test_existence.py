@@ -34,8 +34,7 @@ class CheckedCore:
     def __init__(self, shared: bool = True, limits: Limits = LIMITS) -> None:
         specs = [TierSpec("s3", Write.THROUGH, physical_slots=False, asked=shared)]
         self.core = TierManager(64, 4096, specs, limits)
-        opened(self.core, 0, 100)
-        self.core.events.listed(0, [], last=True)
+        opened(self.core, 0, 100, [])
         self.now = 0.0
 
     def scan(self, name: str, keys: Sequence[bytes] = CHAIN) -> list[Lookup]:
@@ -65,19 +64,6 @@ class CheckedCore:
 @pytest.fixture
 def core() -> CheckedCore:
     return CheckedCore()
-
-
-def test_unknown_prompt_costs_one_check_of_one_key(core: CheckedCore) -> None:
-    assert core.scan("r") == [PENDING, MISS]
-    (probe,) = core.asked()
-    assert (probe.keys, probe.chain) == (CHAIN[:1], True)
-    assert core.scan("r") == [PENDING, MISS], "not answered yet"
-    assert core.core.events.busy, "an answer may be late"
-    core.answer(probe, 0)
-    assert core.scan("r") == [MISS]
-    assert core.scan("r") == [MISS]
-    assert core.asked() == []
-    assert not core.core.events.busy
 
 
 def test_negative_cache_is_bounded(core: CheckedCore) -> None:

@@ -1,4 +1,4 @@
-"""Health: how circuits close again after a mover was killed, and what is set aside."""
+"""Health: how circuits close again after a mover was killed, what is set aside, and which reports count."""
 
 from __future__ import annotations
 
@@ -8,31 +8,21 @@ import pytest
 
 from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
-from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.types import BreakerState, Direction, TierSpec
-from tests.support import inside
+from nixl_tiers.core.types import BreakerState, Direction, Job, Limits, TierSpec
 from tests.support.core import look_up_key, opened, put
-
-
-def killed(write: Write, rows: list[tuple[int, Key, int]]) -> TierManager:
-    """A core with one shared tier whose mover was killed, and which was opened again with these rows."""
-    core = TierManager(4, 4096, [TierSpec("s3", write, physical_slots=False, asked=True)])
-    for _ in range(2):
-        opened(core, 0, 10)
-        core.events.listed(0, rows, last=True)
-        if not core.tiers[0].counters.kills:
-            core.events.killed(0, 0.0)
-            core.events.lost(0, 0.0)
-    assert core.tiers[0].circuit is BreakerState.OPEN
-    return core
 
 
 @pytest.mark.parametrize("rows", [[], [(0, b"a", 1)]], ids=["empty", "with a row"])
 def test_circuit_of_a_tier_that_is_only_read_closes(rows: list[tuple[int, Key, int]]) -> None:
     """No store probes it; and a medium that held nothing yet has no row to probe with either."""
-    core = killed(Write.OFF, rows)
+    core = TierManager(4, 4096, [TierSpec("s3", Write.OFF, physical_slots=False, asked=True)])
+    opened(core, 0, 10, rows)
+    core.events.killed(0, 0.0)
+    core.events.lost(0, 0.0)
+    opened(core, 0, 10, rows)
+    assert core.tiers[0].circuit is BreakerState.OPEN
     for now in range(1, 5):
         for job in core.turn(now, now):
             assert rows
@@ -48,8 +38,7 @@ KEYS = [b"key-%04d" % number for number in range(2000)]
 
 def of_a_disk(slots: int) -> TierManager:
     core = TierManager(1, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-    opened(core, 0, slots)
-    core.events.listed(0, [], last=True)
+    opened(core, 0, slots, [])
     return core
 
 
@@ -70,8 +59,7 @@ def test_one_bad_block_costs_one_row_of_five_hundred() -> None:
     assert (tier.counters.stored, tier.counters.failed_stores) == (499, 1)
     assert tier.circuit is BreakerState.CLOSED
     assert len(tier.index.slots) == 499
-    opened(core, 0, 600)
-    core.events.listed(0, [(slot, key, 1) for slot, key in enumerate(KEYS[:15])], last=True)
+    opened(core, 0, 600, [(slot, key, 1) for slot, key in enumerate(KEYS[:15])])
     store(core, b"after a listing", [], 6.0)
     store(core, b"later", [], core.limits.aside_s + 1.0)
     slots = [tier.index.rows.get(key)[0] for key in (b"after a listing", b"later")]  # type: ignore[index]
@@ -89,68 +77,82 @@ def test_writes_that_fail_now_and_then_shrink_a_full_disk_by_one_in_a_hundred() 
     assert len(tier.index.slots) == 495
 
 
-class Disk:
-    """Of which one slot hangs whoever reads, or writes, it, and its core, for an hour."""
-
-    def __init__(self, hangs: Direction, slot: int) -> None:
-        self.core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-        self.held: dict[int, Key] = dict(enumerate(KEYS[:20]))
-        self.hangs, self.slot, self.now, self.kills = hangs, slot, 0.0, 0
-        self.open()
-
-    def open(self) -> None:
-        opened(self.core, 0, 40)
-        self.core.events.listed(0, [(slot, key, 1) for slot, key in self.held.items()], last=True)
-
-    def second(self) -> None:
-        self.now += 1.0
-        jobs = self.core.turn(self.now, self.now)
-        for slot, key in [each for batch in self.core.tiers[0].members[0].delete_batches(256) for each in batch]:
-            assert self.held.pop(slot, key) == key
-        for job in jobs:
-            stuck = [move for move in job.moves if move.slot == self.slot and job.direction is self.hangs]
-            good = [move for move in job.moves if move not in stuck]
-            if job.direction is Direction.STORE:
-                self.held |= {move.slot: move.key for move in good}
-            if not stuck:
-                self.core.events.finished(0, job.id, [Outcome.OK] * len(good), self.now)
-            elif good:
-                indexes = [move.row.index for move in good]
-                self.core.events.rows_ended(0, job.id, indexes, [Outcome.OK] * len(good), self.now)
-        if self.core.health.overdue(self.now):
-            self.kills += 1
-            self.core.events.killed(0, self.now)
-            self.core.events.lost(0, self.now)
-            self.open()
-
-    def hits(self, key: Key) -> bool:
-        for number in range(4):
-            if not self.core.look_up(key.decode(), Chain([Group([key], 16)]), 0, self.now).waits or number == 3:
-                break
-            self.core.end_step()
-            self.second()
-        hit = self.core.look_up(key.decode(), Chain([Group([key], 16)]), 0, self.now).end > 0
-        self.core.finish(key.decode())
-        self.core.end_step()
-        inside.state(self.core).make_room(4)
-        return hit
-
-
 @pytest.mark.parametrize("hangs", list(Direction))
-def test_a_slot_that_hangs_kills_few_movers_and_takes_no_hits_of_others(hangs: Direction) -> None:
-    """A listing brought its row back after each restart, and it was handed out again: a kill each minute."""
-    disk = Disk(hangs, 7 if hangs is Direction.LOAD else 20)
-    missed = asked = number = 0
-    while disk.now < 3600.0:
-        key = KEYS[number % 20]
-        if hangs is Direction.STORE:
-            put(disk.core, [b"new-%d" % number])
-            key = b"new-%d" % (number - 10)
-        disk.second()
-        hit = disk.hits(key)
-        if key in disk.held.values() and key != KEYS[7]:
-            asked, missed = asked + 1, missed + (not hit)
-        number += 1
-    assert 1 <= disk.kills <= 3
-    assert asked > 1000
-    assert missed <= 0.01 * asked
+def test_what_a_killed_mover_moved_is_set_aside_and_not_tried_again_after_the_next_listing(hangs: Direction) -> None:
+    """A slot that hangs whoever moves it would take a mover a minute."""
+    core, now = of_a_disk(3), 0.0
+    held = [(0, KEYS[0], 1)] if hangs is Direction.LOAD else []
+    core.events.listed(0, held, last=False)
+    if hangs is Direction.LOAD:
+        assert look_up_key(core, KEYS[0], "first", None, now) is Lookup.PENDING
+        core.end_step()
+    else:
+        put(core, [KEYS[1]])
+    (job,) = core.turn(now, now)
+    assert job.direction is hangs
+    now = job.hard_deadline_s + 1.0
+    assert core.health.overdue(now)
+    core.events.killed(0, now)
+    core.events.lost(0, now)
+    opened(core, 0, 3, held)
+    for number in range(2, 12):
+        now += 5.0
+        assert look_up_key(core, KEYS[0], f"request {number}", None, now) is Lookup.MISS
+        put(core, [KEYS[number]])
+        moves = [move for each in core.turn(now, now) for move in each.moves]
+        assert job.moves[0].slot not in [move.slot for move in moves]
+        for each in list(core.tiers[0].jobs):
+            core.events.finished(0, each.id, [Outcome.OK] * len(each.moves), now)
+    assert core.tiers[0].circuit is BreakerState.CLOSED
+
+
+def loading() -> tuple[TierManager, Job]:
+    """A job that loads four rows for a request."""
+    spec = TierSpec("file", Write.THROUGH, physical_slots=True)
+    core = TierManager(16, 4096, [spec], Limits(load_share=1.0))
+    opened(core, 0, 16, [(slot, key, 0) for slot, key in enumerate(KEYS[:4])])
+    for position, key in enumerate(KEYS[:4]):
+        look_up_key(core, key, "request", position, 0.0)
+    core.end_step()
+    (job,) = core.turn(0.0, 0.0)
+    assert [move.key for move in job.moves] == KEYS[:4]
+    return core, job
+
+
+@pytest.mark.parametrize(
+    ("places", "outcomes", "partial"),
+    [
+        ([0], [Outcome.OK], ()),  # reported before
+        ([0, 1], [Outcome.OK], ()),  # one of them
+        ([1, 1], [Outcome.OK] * 2, ()),
+        ([1, 2, 3], [Outcome.OK] * 3, ()),  # all that are left: its end says that
+        ([1, 2], [Outcome.OK], ()),
+        ([1], [Outcome.OK], [(1, 1)]),
+        ([99], [Outcome.OK], ()),  # not the job's
+    ],
+)
+def test_a_report_that_does_not_fit_its_job_is_refused(
+    places: list[int], outcomes: list[Outcome], partial: Sequence[tuple[int, int]]
+) -> None:
+    core, job = loading()
+    rows = {place: move.row.index for place, move in enumerate(job.moves)}
+    core.events.rows_ended(0, job.id, [rows[0]], [Outcome.OK], 0.0)
+    with pytest.raises(ValueError, match=f"job {job.id}"):
+        core.events.rows_ended(0, job.id, [rows.get(place, place) for place in places], outcomes, 0.0, partial=partial)
+    assert [move.key for move in job.moves] == KEYS[1:4], "nothing has changed"
+    assert core.tiers[0].rows_loading == 3
+    with pytest.raises(ValueError, match=f"job {job.id}"):
+        core.events.finished(0, job.id, [Outcome.OK] * 4, 0.0)  # with one that was reported
+
+
+@pytest.mark.parametrize("first", [Outcome.OK, Outcome.FAILED])
+def test_a_job_is_judged_by_all_of_its_rows(first: Outcome) -> None:
+    """Three of four decide, in whichever order they were reported."""
+    core, job = loading()
+    breaker = core.movers[0].breakers[Direction.LOAD]
+    recorded: list[bool] = []
+    record = breaker.record
+    breaker.record = lambda good, now: (recorded.append(good), record(good, now))[1]  # type: ignore[method-assign]
+    core.events.rows_ended(0, job.id, [move.row.index for move in job.moves[:3]], [first] * 3, 0.0)
+    core.events.finished(0, job.id, [Outcome.FAILED if first is Outcome.OK else Outcome.OK], 1.0)
+    assert recorded == [first is Outcome.OK]

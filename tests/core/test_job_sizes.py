@@ -23,8 +23,7 @@ ROWS = 20 * MOST * JOBS_A_WINDOW  # its windows have room for the largest jobs
 
 def core_of(rows: int) -> TierManager:
     core = TierManager(rows, ROW, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits())
-    opened(core, 0, ROWS)
-    core.events.listed(0, [], last=True)
+    opened(core, 0, ROWS, [])
     return core
 
 
@@ -97,8 +96,7 @@ def test_a_window_has_room_for_several_jobs(job: Callable[[int, float], int]) ->
 def test_a_job_is_given_up_before_its_mover_is_killed(wait_s: float, seconds: float) -> None:
     """Also with a `wait_s` that is longer than any hard deadline: a slow mover was killed before."""
     core = TierManager(ROWS, ROW, [TierSpec("file", Write.THROUGH, physical_slots=True)], Limits(wait_s=wait_s))
-    opened(core, 0, ROWS)
-    core.events.listed(0, [], last=True)
+    opened(core, 0, ROWS, [])
     for first in range(0, 300, 60):
         store_jobs(core, first, FEW * ROW / seconds)
     put(core, [key_of(number) for number in range(300, 360)], "last")
@@ -120,8 +118,7 @@ def test_no_more_rows_are_under_way_than_the_death_of_a_mover_may_touch() -> Non
         core.turn(0.0, 0.0)
     assert core.tiers[0].rows_loading == core.limits.loads_under_way
     core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
-    opened(core, 0, rows)
-    core.events.listed(0, [], last=True)
+    opened(core, 0, rows, [])
     put(core, keys)
     for _ in range(100):
         core.turn(0.0, 0.0)

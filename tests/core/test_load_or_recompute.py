@@ -37,34 +37,22 @@ class Engine:
     """A core over a file tier and an S3 tier, whose movers do what a test says. Computing a chunk takes
     `chunk_s` seconds."""
 
-    def __init__(
-        self,
-        chunk_s: float | None = 0.1,
-        prefer: Prefer = "latency",
-        limits: Limits = LIMITS,
-        prefill: PrefillEstimate | None = None,
-    ) -> None:
-        """`prefill`: instead of `chunk_s`."""
+    def __init__(self, chunk_s: float = 0.1, prefer: Prefer = "latency") -> None:
         specs = [TierSpec("file", Write.THROUGH, True), TierSpec("s3", Write.THROUGH, False)]
-        prefill = prefill or PrefillEstimate(None if chunk_s is None else TOKENS / chunk_s)
-        self.core = TierManager(256, ROW_BYTES, specs, limits, prefill=prefill, prefer=prefer)
+        prefill = PrefillEstimate(TOKENS / chunk_s)
+        self.core = TierManager(256, ROW_BYTES, specs, LIMITS, prefill=prefill, prefer=prefer)
         for tier in range(2):
             opened(self.core, tier, 1000)
         self.now = 0.0
 
-    def store(self, tier: int, keys: Sequence[Key], row_s: float | None, latency_s: float = 0.0) -> None:
-        """The tier holds these, and has loaded rows in `row_s` seconds each before, after `latency_s`."""
+    def store(self, tier: int, keys: Sequence[Key], row_s: float | None) -> None:
+        """The tier holds these, and has loaded rows in `row_s` seconds each before, one job after the other."""
         self.core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
-        if row_s is not None:
-            self.speed(tier, row_s, latency_s)
-
-    def speed(self, tier: int, row_s: float, latency_s: float = 0.0) -> None:
-        """The tier's last loads, one after the other, were like that."""
-        loads = [(rows * ROW_BYTES, latency_s + rows * row_s) for rows in (1, 10) * 20]
+        loads = [(rows, rows * row_s) for rows in (1, 10) * 20] if row_s is not None else []
         at = self.now - sum(seconds for _, seconds in loads)
-        for nbytes, seconds in loads:
+        for rows, seconds in loads:
             at += seconds
-            self.core.tiers[tier].loads.record(nbytes, seconds, at)
+            self.core.tiers[tier].loads.record(rows * ROW_BYTES, seconds, at)
 
     def put(self, keys: Sequence[Key]) -> None:
         """Host memory holds these."""

@@ -11,9 +11,11 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.chain_rows import Chain, Group
 from nixl_tiers.core.lookup import Lookup, Scan
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.prefetch_queue import MAX_PREFETCHES
 from nixl_tiers.core.requests import RequestWishes
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
-from tests.support.core import expire, look_up_key, opened, put, rows_of, touched
+from tests.support import inside
+from tests.support.core import anticipate, expire, look_up_key, opened, put, rows_of, touched
 
 HIT, PENDING, MISS = Lookup.HIT, Lookup.PENDING, Lookup.MISS
 CHAIN = [bytes([n]) * 8 for n in range(1, 9)]
@@ -23,8 +25,7 @@ def manager(rows: int = 8, tiers: Sequence[str] = ("file",), **limits: float) ->
     specs = [TierSpec(name, Write.THROUGH, physical_slots=name == "file") for name in tiers]
     core = TierManager(rows, 4096, specs, Limits(load_share=1.0, store_share=1.0, **limits))  # type: ignore[arg-type]
     for tier in range(len(specs)):
-        opened(core, tier, 100)
-        core.events.listed(tier, [], last=True)
+        opened(core, tier, 100, [])
     return core
 
 
@@ -34,7 +35,7 @@ def run(core: TierManager, jobs: Sequence[Job], outcome: Outcome = Outcome.OK) -
 
 
 def only_stored(keys: Sequence[Key], rows: int = 8, tiers: Sequence[str] = ("file",)) -> TierManager:
-    """A core whose tier tiers hold `keys` and whose host holds nothing."""
+    """A core whose tiers hold `keys` and whose host holds nothing."""
     core = manager(rows, tiers)
     for tier in range(len(tiers)):
         core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
@@ -154,24 +155,81 @@ def test_open_tier_is_resized_without_losing_rows() -> None:
     assert sum(tier.can_load(key) for key in CHAIN) == 6
 
 
-# --- one deadline a request ----------------------------------------------------------------------------------------
-
-
-def pending_s(
-    core: TierManager, keys: Sequence[Key], request: str, step_s: float = 0.5, most_s: float = 3600.0
-) -> float:
-    """How long a request is pending that comes back every `step_s`, on movers that do nothing."""
-    now = 0.0
-    while PENDING in scan(core, keys, request, now):
-        assert now < most_s, "it never ends"
+def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
+    core, now = manager(wait_s=2.0), 0.0
+    core.prepare_store("writer", CHAIN[:1])  # whose workers never end
+    while PENDING in scan(core, CHAIN[:2], "reader", now):
         core.end_step()
-        now += step_s
+        now += 0.5
+        assert now <= 2.5
         expire(core, now)
         core.events.plan(now)
-    return now
 
 
-def test_no_request_waits_beyond_its_deadline_for_a_row_being_filled() -> None:
-    core = manager(wait_s=2.0)
-    core.prepare_store("writer", CHAIN[:1])  # whose workers never end
-    assert pending_s(core, CHAIN[:2], "reader") <= 2.5
+FIRST = (0.0,)
+
+
+def chain(name: str, length: int = 4) -> list[Key]:
+    return [f"{name}{number}".encode() for number in range(length)]
+
+
+def wait_in_line(core: TierManager, name: str, keys: Sequence[Key], rank: tuple[float, ...]) -> None:
+    """The request arrives, and a step passes it over."""
+    anticipate(core, name, keys, rank)
+    core.end_step()
+
+
+def come_up(core: TierManager) -> list[Key]:
+    """All promotions that are planned one after the other, carried out: their keys in order."""
+    keys = []
+    while jobs := core.events.plan(0.0):
+        keys += [move.key for job in jobs for move in job.moves if job.direction is Direction.LOAD]
+        run(core, jobs)
+    return keys
+
+
+def test_request_whose_turn_comes_at_once_gets_nothing_before_it_is_looked_up() -> None:
+    """It may well choose to compute: its look-up weighs that, and a promotion before it would be in vain."""
+    a = chain("a")
+    core = only_stored(a, 16)
+    anticipate(core, "a", a, FIRST)
+    assert core.events.plan(0.0) == []
+    assert not core.events.busy, "nothing wakes the supervisor either"
+    core.end_step()
+    assert core.events.busy
+    assert come_up(core) == a, "a step has passed it over"
+
+
+def test_line_gives_way_to_a_request_whose_turn_has_come() -> None:
+    a, b = chain("a"), chain("b", 8)
+    core = only_stored([*a, *b])
+    wait_in_line(core, "a", a, FIRST)
+    come_up(core)
+    assert scan(core, b, "b") == [PENDING] * 8
+    jobs = core.events.plan(0.0)
+    assert [move.key for job in jobs for move in job.moves] == b, "all at once"
+    run(core, jobs)
+    core.end_step()
+    assert scan(core, b, "b") == [HIT] * 8
+    core.finish("b")
+    core.end_step()
+    assert scan(core, a, "a") == [PENDING] * 4, "it gets them at its turn"
+
+
+def test_line_of_prefetches_is_bounded() -> None:
+    core = manager()
+    for number in range(1000):
+        core.prefetch([b"%d-%d" % (number, place) for place in range(4)])
+    assert len(inside.line(core)) == MAX_PREFETCHES
+
+
+def test_chunks_come_up_again_when_they_are_to_be_needed() -> None:
+    a = chain("a")
+    core = only_stored(a, 16)
+    assert core.prefetch(a, 5.0)
+    expire(core, 4.9)
+    assert come_up(core) == []
+    expire(core, 5.0)
+    assert come_up(core) == a
+    assert scan(core, a, "next turn") == [HIT] * 4
+    assert not inside.retention_waits(core)

@@ -6,23 +6,17 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.types import Limits, TierSpec
+from nixl_tiers.core.requests import RequestWishes
+from nixl_tiers.core.types import TierSpec
+from tests.support import inside
 from tests.support.core import look_up_key, opened, put
 
 KEYS = [b"key-%03d" % number for number in range(200)]
-LIMITS = Limits(rows_per_slice=16)
-
-
-def core_of(*, rows: int = len(KEYS), stored: int = 0) -> TierManager:
-    """With one tier, which holds that many of the keys, each used later than the one before."""
-    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, True)], LIMITS)
-    opened(core, 0, len(KEYS))
-    core.events.listed(0, [(n, key, 1 + n) for n, key in enumerate(KEYS[:stored])], last=True)
-    return core
 
 
 def test_what_the_engine_used_goes_last_and_the_deepest_of_it_first() -> None:
-    core = core_of(stored=100)
+    core = TierManager(len(KEYS), 4096, [TierSpec("file", Write.THROUGH, True)])
+    opened(core, 0, len(KEYS), [(n, key, 1 + n) for n, key in enumerate(KEYS[:100])])  # each later than those before
     for start in (32, 16, 0):  # in parts, as of a long prompt
         core.used("request", KEYS[start : min(start + 16, 40)])
     assert core.tiers[0].index.select_victims(100) == [*KEYS[40:100], *reversed(KEYS[:40])]
@@ -60,3 +54,14 @@ def test_a_tenant_at_its_quota_evicts_its_own_least_recently_used_rows_and_no_ot
     assert second[0] not in core.host.index
     assert all(key in core.host.index for key in keys_of("other", 4)), "there was room for all of them"
     assert core.host.free == ROWS - 4 - QUOTA
+
+
+def test_what_a_request_of_low_priority_stores_goes_first() -> None:
+    core = TierManager(12, 4096, [])
+    put(core, keys_of("older", 4))
+    core.arrive("batch", RequestWishes(evict_first=True))
+    put(core, keys_of("low", 4), "batch")
+    assert not inside.requests(core).wishes, "its name is forgotten"
+    put(core, keys_of("newer", 4))
+    put(core, keys_of("newest", 4))
+    assert set(core.host.index) == {*keys_of("older", 4), *keys_of("newer", 4), *keys_of("newest", 4)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.host import HostTier
 from nixl_tiers.core.lookup import Lookup
@@ -27,8 +29,7 @@ def manager(rows: int = ROWS) -> TierManager:
     specs = [TierSpec(f"tier{number}", Write.THROUGH, physical_slots=False) for number in range(2)]
     core = TierManager(rows, 4096, specs, Limits(rows_per_slice=SLICE, moves_per_job=SLICE, load_share=0.5))
     for tier in range(2):
-        opened(core, tier, 10_000)
-        core.events.listed(tier, [(0, key, 0) for key in CHAIN], last=True)
+        opened(core, tier, 10_000, [(0, key, 0) for key in CHAIN])
     return core
 
 
@@ -126,8 +127,7 @@ def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_
     """Else 300,000 of them, as when a tier has become smaller, were put into messages in one hold of the lock."""
     spec = TierSpec("file", Write.THROUGH, physical_slots=True)
     core = TierManager(16, 4096, [spec], Limits(deletes_per_batch=4, deletes_per_turn=8))
-    opened(core, 0, 200)
-    core.events.listed(0, [(slot, b"%d" % slot, slot) for slot in range(100)], last=True)
+    opened(core, 0, 200, [(slot, b"%d" % slot, slot) for slot in range(100)])
     tier = core.tiers[0]
     for slot in range(50):
         tier.index.queue_delete(slot, b"%d" % slot)
@@ -146,8 +146,7 @@ def test_a_turn_deletes_a_bounded_number_of_rows_and_stores_nothing_before_they_
 def test_what_stores_evict_is_deleted_before_them_however_much_waits_already() -> None:
     spec = TierSpec("file", Write.THROUGH, physical_slots=True)
     core = TierManager(16, 4096, [spec], Limits(deletes_per_batch=4, deletes_per_turn=8))
-    opened(core, 0, 20)
-    core.events.listed(0, [(slot, b"%d" % slot, slot) for slot in range(20)], last=True)
+    opened(core, 0, 20, [(slot, b"%d" % slot, slot) for slot in range(20)])
     tier = core.tiers[0]
     for number in range(8):
         tier.index.queue_delete(100 + number, b"other %d" % number)
@@ -187,3 +186,34 @@ def test_requests_whose_deadlines_pass_together_are_released_in_slices() -> None
     turns(core, late)
     assert not inside.waiting(core)
     assert waiting >= 20 - MOST
+
+
+def test_garbage_collector_does_not_track_rows() -> None:
+    """A full collection stops the scheduler."""
+    rows, chunks = 4096, 16  # of a request
+    core = TierManager(rows, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    opened(core, 0, rows, [])
+    before, walked_before = tracked(), walked()
+    for number in range(rows // chunks):
+        keys = [b"%d %d" % (number, chunk) for chunk in range(chunks)]
+        plan = core.prepare_store(f"{number}", keys)
+        core.complete_store(plan.keys, all_good)
+        core.finish(f"{number}")
+        core.end_step()
+        for job in core.events.plan(0.0):
+            core.events.finished(0, job.id, [Outcome.OK] * len(job.moves), 0.0)
+    del job, keys, plan
+    core.take_samples()  # of histograms, which a scheduler takes in every step
+    assert core.host.used == len(core.tiers[0].index) == rows
+    assert tracked() - before < 100
+    assert walked() - walked_before < rows // 2, "a container that the collector walks over has all rows"
+
+
+def tracked() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def walked() -> int:
+    """What a full collection looks at."""
+    return sum(len(gc.get_referents(one)) for one in gc.get_objects())

@@ -17,7 +17,7 @@ from nixl_tiers.core.rows import CPU
 from nixl_tiers.core.stats import MAX_SAMPLES, Counters, Load, Samples, Savings
 from nixl_tiers.core.types import Direction, Limits, TierSpec
 from tests.support.columns import PlainColumns
-from tests.support.core import all_good, expire, look_up_key, opened, rows_of
+from tests.support.core import expire, look_up_key, opened, rows_of
 
 ROW_BYTES = 4096
 OUT = ("evictions", "corrupt", "missing", "unreadable", "removed", "reset")
@@ -37,8 +37,7 @@ class CountedCascade:
 
     def opened(self) -> None:
         for tier, slots in enumerate((6, 100)):
-            opened(self.core, tier, slots)
-            self.core.events.listed(tier, [], last=True)
+            opened(self.core, tier, slots, [])
 
     def put(self, *keys: Key, failed: Sequence[Key] = (), incomplete: Sequence[Key] = ()) -> None:
         plan = self.core.prepare_store("put", keys)
@@ -141,8 +140,7 @@ def test_every_counter_counts_what_it_says() -> None:
     take_all(life.core.events.columns_listed(1, PlainColumns([(0, b"cold", 0), (1, b"colder", 0)])))
     assert s3.found == 5
     life.core.events.lost(1, life.now)
-    opened(life.core, 1, 100)
-    life.core.events.listed(1, [], last=True)
+    opened(life.core, 1, 100, [])
     assert (s3.deaths, s3.found, s3.removed) == (1, 5, 1), "what is known of a tier that is asked stays"
     life.check()
 
@@ -181,41 +179,8 @@ def test_every_counter_counts_what_it_says() -> None:
 
     for name in asdict(Counters()):
         if name.startswith(("dropped_", "missed_", "saved_", "lost_", "unused")):
-            continue  # test_drops.py, test_misses.py, test_savings.py, test_line.py
+            continue  # test_reasons.py
         assert any(getattr(counters, name) for counters in (cpu, file, s3)), f"nothing counts {name}"
-
-
-KEYS = [b"one", b"two", b"three"]
-
-
-def cascade(*stored: Key) -> TierManager:
-    specs = [TierSpec("file", Write.THROUGH, physical_slots=True), TierSpec("s3", Write.OFF, physical_slots=False)]
-    core = TierManager(32, ROW_BYTES, specs, Limits(wait_s=10.0))
-    for tier, keys in enumerate(([], stored)):
-        opened(core, tier, 100)
-        core.events.listed(tier, [(slot, key, 0) for slot, key in enumerate(keys)], last=True)
-    return core
-
-
-def scan(core: TierManager, now: float) -> list[Lookup]:
-    answers = [look_up_key(core, key, "request", place, now) for place, key in enumerate(KEYS)]
-    core.end_step()
-    return answers
-
-
-def test_a_wait_is_one_sample_of_the_lowest_tier_that_was_asked() -> None:
-    core = cascade(*KEYS)
-    assert scan(core, 1.0) == [Lookup.PENDING] * 3
-    (job,) = core.events.plan(2.0)
-    core.events.finished(1, job.id, [Outcome.OK] * 3, 3.0)
-    assert scan(core, 3.5) == [Lookup.HIT] * 3
-    core.prepare_load("request", KEYS, 0.0)
-    core.finish("request")
-    samples = core.take_samples()
-    assert samples["s3", "wait_loaded"] == [2.5]
-    assert samples["s3", "promotion_seconds"] == [2.0], "queue and load"
-    assert samples["s3", "load_seconds"] == [1.0]
-    assert len(samples) == 4
 
 
 def test_samples_between_two_reports_are_bounded() -> None:
@@ -226,55 +191,21 @@ def test_samples_between_two_reports_are_bounded() -> None:
     assert samples.take() == {}
 
 
-SPEED = 1000  # tokens a second
-
-
-class Books:
-    def __init__(self, prefill: PrefillEstimate | None = None) -> None:
-        self.tiers = {name: Counters() for name in (CPU, "file", "s3")}
-        self.savings = Savings(prefill or PrefillEstimate(SPEED), self.tiers.__getitem__)
-
-    def load(self, tokens: dict[str, int], took_s: float, waited: tuple[str, float] | None = None) -> None:
-        start = 100
-        load = Load(start, start + sum(tokens.values()), 50.0, waited, tokens)
-        self.savings.load_began("r", load)
-        self.savings.load_ended("r", 50.0 + took_s)
-
-    def of(self, name: str) -> tuple[float, float, float, float]:
-        found = self.tiers[name]
-        seconds = (found.saved_prefill_s, found.saved_first_token_s, found.lost_slower_s, found.lost_vain_s)
-        return tuple(pytest.approx(value) for value in seconds)  # type: ignore[return-value]
-
-
-@pytest.fixture
-def books() -> Books:
-    return Books()
-
-
-def test_load_that_took_longer_than_computing_is_a_loss_and_still_prefill_not_spent(books: Books) -> None:
-    books.load({"s3": 1000}, 0.5, ("s3", 3.0))
-    assert books.of("s3") == (1.0, 0.0, 2.5, 0.0)
-
-
-def test_wait_is_the_lower_tiers_and_the_copy_is_shared_by_tokens(books: Books) -> None:
-    books.load({CPU: 3000, "s3": 1000}, 0.4, ("s3", 0.5))
-    assert books.of(CPU) == (3.0, 2.7, 0.0, 0.0)
-    assert books.of("s3") == (1.0, 0.4, 0.0, 0.0)
-    assert books.of("file") == (0.0, 0.0, 0.0, 0.0)
-
-
-def stored(core: TierManager, *keys: bytes) -> None:
-    plan = core.prepare_store("writer", keys)
-    core.complete_store(keys, all_good)
-    assert plan.keys == list(keys)
-
-
-def test_load_of_a_request_that_ended_or_of_before_a_reset_is_not_counted() -> None:
-    for end in (lambda core: core.finish("r"), lambda core: core.reset(True)):
-        core = TierManager(8, 4096, [], prefill=PrefillEstimate(SPEED))
-        stored(core, b"a", b"b")
-        assert [look_up_key(core, key, "r", None, 1.0) for key in (b"a", b"b")] == [Lookup.HIT, Lookup.HIT]
-        core.prepare_load("r", (b"a", b"b"), 1.0, tokens=(64, 64), end=128)
-        end(core)
-        core.complete_load("r", 2.0)
-        assert core.host.counters.saved_prefill_s == 0
+@pytest.mark.parametrize(
+    ("tokens", "took_s", "waited_s", "found"),
+    [
+        ({"s3": 1000}, 0.5, 3.0, {"s3": (1.0, 0.0, 2.5)}),  # longer than computing, and still prefill not spent
+        ({CPU: 3000, "s3": 1000}, 0.4, 0.5, {CPU: (3.0, 2.7, 0.0), "s3": (1.0, 0.4, 0.0), "file": (0.0, 0.0, 0.0)}),
+    ],
+)
+def test_a_wait_is_the_lower_tiers_and_the_copy_is_shared_by_tokens(
+    tokens: dict[str, int], took_s: float, waited_s: float, found: dict[str, tuple[float, ...]]
+) -> None:
+    tiers = {name: Counters() for name in (CPU, "file", "s3")}
+    savings = Savings(PrefillEstimate(1000), tiers.__getitem__)
+    savings.load_began("r", Load(100, 100 + sum(tokens.values()), 50.0, ("s3", waited_s), tokens))
+    savings.load_ended("r", 50.0 + took_s)
+    for name, seconds in found.items():
+        each = tiers[name]
+        assert (each.saved_prefill_s, each.saved_first_token_s, each.lost_slower_s) == pytest.approx(seconds)
+        assert each.lost_vain_s == 0

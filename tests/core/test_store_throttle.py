@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from nixl_tiers.base.chunk import Key, Outcome
@@ -10,7 +9,7 @@ from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Direction, Job, Limits, TierSpec
-from tests.support.core import all_good, look_up_key, opened
+from tests.support.core import look_up_key, opened, put
 
 ROWS = 100
 LIMITS = Limits(store_hold_s=0.5, hold_share=0.25, load_share=0.2, store_share=0.1, reserve_share=0.1)
@@ -22,21 +21,19 @@ TURN_S = 0.05
 class Driver:
     """Two tiers, the lower of which holds many rows; movers that do nothing until a test ends their jobs."""
 
-    def __init__(self, writes: tuple[Write, Write] = (Write.THROUGH, Write.THROUGH), rows: int = ROWS) -> None:
-        specs = [TierSpec(f"tier{number}", write, physical_slots=False) for number, write in enumerate(writes)]
-        self.core = TierManager(rows, 4096, specs, LIMITS)
+    def __init__(self) -> None:
+        specs = [
+            TierSpec(f"tier{n}", write, physical_slots=False) for n, write in enumerate((Write.OFF, Write.THROUGH))
+        ]
+        self.core = TierManager(ROWS, 4096, specs, LIMITS)
         self.now = 0.0
         self.jobs: list[Job] = []
         for tier, listed in enumerate(([], STORED)):
-            opened(self.core, tier, 1000)
-            self.core.events.listed(tier, [(0, key, 0) for key in listed], last=True)
+            opened(self.core, tier, 1000, [(0, key, 0) for key in listed])
 
     def put(self, *keys: Key) -> None:
-        plan = self.core.prepare_store("put", keys)
-        assert len(plan.keys) == len(keys)
-        self.core.complete_store(plan.keys, all_good)
-        self.core.finish("put")
-        self.core.end_step()
+        put(self.core, keys)
+        assert all(key in self.core.host.index for key in keys)
 
     def ask(self, key: Key, request: str | None = None) -> None:
         assert look_up_key(self.core, key, request or f"asks for {key!r}", 0, self.now) is Lookup.PENDING
@@ -60,43 +57,31 @@ class Driver:
         self.jobs.remove(job)
         self.core.events.finished(job.tier, job.id, [Outcome.OK] * len(job.moves), self.now)
 
-    def end_loads(self) -> None:
-        for job in [job for job in self.jobs if job.direction is Direction.LOAD]:
-            self.end(job)
-
 
 def new_keys(number: int) -> list[Key]:
     return [b"new-%d" % each for each in range(number)]
 
 
-def steady_stream(driver: Driver, seconds: float) -> Iterator[list[Key]]:
-    """Each turn's stores, while one promotion ends and another begins all the time."""
-    for number in range(round(seconds / TURN_S)):
-        driver.now = number * TURN_S
-        driver.ask(STORED[number], f"asks-{number}")
-        yield driver.stored()
-        driver.core.finish(f"asks-{number - 1}")
-        driver.end_loads()
-
-
-def written_beside_promotions() -> int:
-    """How many rows are written to the lower tier in 2.5 s."""
-    driver = Driver((Write.OFF, Write.THROUGH))
+def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
+    """While one promotion ends and another begins all the time, each turn."""
+    driver = Driver()
     driver.put(*new_keys(20))
     began: list[tuple[float, int]] = []
-    for keys in steady_stream(driver, 2.5):
-        began += [(driver.now, len(keys))] if keys else []
+    for number in range(round(2.5 / TURN_S)):
+        driver.now = number * TURN_S
+        driver.ask(STORED[number], f"asks-{number}")
+        if keys := driver.stored():
+            began.append((driver.now, len(keys)))
+        driver.core.finish(f"asks-{number - 1}")
+        for job in [job for job in driver.jobs if job.direction is Direction.LOAD]:
+            driver.end(job)
     assert all(rows <= WINDOW for _, rows in began)
     assert all(later - earlier >= LIMITS.store_hold_s - 1e-6 for (earlier, _), (later, _) in pairwise(began))
-    return sum(rows for _, rows in began)
-
-
-def test_steady_stream_of_promotions_does_not_starve_stores() -> None:
-    assert written_beside_promotions() == 20
+    assert sum(rows for _, rows in began) == 20
 
 
 def test_tier_that_is_far_behind_is_not_held_up() -> None:
-    driver = Driver((Write.OFF, Write.THROUGH))
+    driver = Driver()
     driver.ask(STORED[0])
     driver.turn()
     driver.put(*new_keys(25))

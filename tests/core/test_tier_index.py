@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
@@ -48,15 +46,6 @@ def listed(spec: TierSpec, *numbers: int, slots: int = SLOTS) -> Tier:
 
 
 # --- listing ------------------------------------------------------------------------------------------------------
-
-
-@both
-def test_a_step_adds_a_bounded_number_of_rows(spec: TierSpec) -> None:
-    tier, columns = tier_of(spec), numbered(*range(8))
-    steps = add_columns(tier, tier.members[0], columns)
-    sizes = [len(tier.index) for _ in steps]
-    assert sizes == [3, 6, 8]
-    assert columns.closed
 
 
 @both
@@ -123,13 +112,6 @@ def test_core_has_nothing_deleted_that_it_only_reads(physical: bool) -> None:
 # --- uses that the medium's journal hears of ----------------------------------------------------------------------
 
 
-def core_of(**changes: object) -> TierManager:
-    core = TierManager(40, 4096, [replace(PHYSICAL, **changes)], LIMITS)  # type: ignore[arg-type]
-    opened(core, 0, SLOTS)
-    core.events.listed(0, [(number, key, number) for number, key in enumerate(KEYS[:20])], last=True)
-    return core
-
-
 def test_uses_are_bounded() -> None:
     tier = tier_of(PHYSICAL, slots=2 * MAX_USES)
     many = [b"%d" % number for number in range(MAX_USES + 5)]
@@ -142,7 +124,8 @@ def test_uses_are_bounded() -> None:
 
 @pytest.mark.parametrize("single", [True, False])
 def test_tick_that_no_counter_reaches_does_not_use_up_the_numbers(single: bool) -> None:
-    core = core_of()
+    core = TierManager(40, 4096, [PHYSICAL], LIMITS)
+    opened(core, 0, SLOTS, [])
     if single:
         core.events.listed(0, [(50, b"defect", 1 << 60)], last=False)
     else:

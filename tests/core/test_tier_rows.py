@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
@@ -18,6 +17,7 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.base.policies import MOST_TENANTS
 from nixl_tiers.core import rows as table
 from nixl_tiers.core.rows import ALL_SLOTS, NO_ID, TierRows, make_rows
+from tests.support.columns import PlainColumns
 from tests.support.plain_rows import PlainTierRows
 
 KEYS: Final = [bytes([number]) * length for number in range(8) for length in (1, 20, 36, 37, 112)]
@@ -29,14 +29,21 @@ TENANTS: Final = (0, 1, MOST_TENANTS)
 tenants = st.sampled_from(TENANTS)
 
 
-def columns(rows: Iterable[tuple[int, Key, int]], width: int = 113) -> tuple[Any, Any, Any]:
-    rows = list(rows)
-    records = np.zeros((len(rows), width), np.uint8)
-    for place, (_, key, _) in enumerate(rows):
-        records[place, 0] = len(key)
-        records[place, 1 : 1 + len(key)] = list(key)
-    slots = np.array([slot for slot, _, _ in rows], np.uint32)
-    return slots, np.array([tick for _, _, tick in rows], np.uint64), records
+def columns(rows: list[tuple[int, Key, int]]) -> tuple[bytes, bytes, bytes, int]:
+    listed = PlainColumns(rows)
+    return listed.slots, listed.ticks, listed.records, listed.width
+
+
+some = st.lists(keys, max_size=6)
+CALLS: Final = st.one_of(
+    *(st.tuples(st.just(name), some) for name in ("pin_many", "unpin_many", "stored_many")),
+    *(st.tuples(st.just(name), keys, st.just(NO_ID)) for name in ("unpin", "remove")),
+    *(st.tuples(st.just(name), st.integers(0, 5)) for name in ("take_used", "select", "evict")),
+    *(st.tuples(st.just(name)) for name in ("cancel_all", "begin_listing")),
+    st.tuples(st.just("touch_many"), some, ticks),
+    st.tuples(st.just("cancel"), keys, ticks),
+    st.tuples(st.just("evict_of"), tenants, st.integers(0, 3)),
+)
 
 
 class Twins(RuleBasedStateMachine):
@@ -85,59 +92,15 @@ class Twins(RuleBasedStateMachine):
         self.native.unpin(key, number)
         self.plain.unpin(key, self.numbers[number])
 
-    @rule(some=st.lists(keys, max_size=6), pinned=st.booleans())
-    def pin_many(self, some: list[Key], pinned: bool) -> None:
-        self.both(lambda rows: rows.pin_many(some) if pinned else rows.unpin_many(some))
-
-    @rule(key=keys)
-    def unpin_any(self, key: Key) -> None:
-        self.both(lambda rows: rows.unpin(key, NO_ID))
-
-    @rule(some=st.lists(keys, max_size=6))
-    def stored_many(self, some: list[Key]) -> None:
-        self.both(lambda rows: rows.stored_many(some))
-
-    @rule(some=st.lists(keys, max_size=6), tick=ticks)
-    def touch_many(self, some: list[Key], tick: int) -> None:
-        self.both(lambda rows: rows.touch_many(some, tick))
-
-    @rule(most=st.integers(0, 4))
-    def take_used(self, most: int) -> None:
-        self.both(lambda rows: rows.take_used(most))
-
-    @rule(count=st.integers(0, 5))
-    def select(self, count: int) -> None:
-        self.both(lambda rows: rows.select(count))
-
-    @rule(key=keys, tick=ticks)
-    def cancel(self, key: Key, tick: int) -> None:
-        self.both(lambda rows: rows.cancel(key, tick))
-
-    @rule()
-    def cancel_all(self) -> None:
-        self.both(lambda rows: rows.cancel_all())
-
-    @rule(count=st.integers(0, 3))
-    def evict(self, count: int) -> None:
-        self.both(lambda rows: rows.evict(count))
-
-    @rule(tenant=tenants, count=st.integers(0, 3))
-    def evict_of(self, tenant: int, count: int) -> None:
-        for key, _ in self.both(lambda rows: rows.evict_of(tenant, count)):
-            assert key not in self.native
-
-    @rule(key=keys)
-    def remove(self, key: Key) -> None:
-        self.both(lambda rows: rows.remove(key, NO_ID))
+    @rule(calls=st.lists(CALLS, min_size=1, max_size=4))
+    def call(self, calls: list[tuple[Any, ...]]) -> None:
+        for name, *given in calls:
+            self.both(lambda rows, name=name, given=given: getattr(rows, name)(*given))
 
     @rule(row=ids)
     def remove_this(self, row: tuple[Key, int]) -> None:
         key, number = row
         assert self.native.remove(key, number) == self.plain.remove(key, self.numbers[number])
-
-    @rule()
-    def begin_listing(self) -> None:
-        self.both(lambda rows: rows.begin_listing())
 
     @rule(
         rows=st.lists(st.tuples(st.integers(0, SLOTS + 4), keys | st.just(b""), ticks), max_size=8),
@@ -147,7 +110,7 @@ class Twins(RuleBasedStateMachine):
     def list_columns(self, rows: list[tuple[int, Key, int]], limit: int, physical: bool) -> None:
         listed = columns(rows)
         mine, other = (
-            each.list_columns(*listed, 113, 0, len(rows), taken if physical else None, limit)
+            each.list_columns(*listed, 0, len(rows), taken if physical else None, limit)
             for each, taken in ((self.native, self.taken[0]), (self.plain, self.taken[1]))
         )
         assert mine == other
@@ -186,18 +149,13 @@ class Twins(RuleBasedStateMachine):
 TestTwins = Twins.TestCase
 
 
-@pytest.fixture(params=["native", "plain"])
-def make(request: pytest.FixtureRequest) -> Callable[[], TierRows]:
-    return (lambda: make_rows(True)) if request.param == "native" else (lambda: PlainTierRows(100))
-
-
-def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], TierRows]) -> None:
+def test_row_of_before_is_not_that_of_the_same_key_after() -> None:
     """A move that ends late must not unpin, store or remove another row: also not one of after a reset."""
-    rows = make()
+    rows = make_rows(True)
     old = rows.add(b"key", 1, 5, True)
     assert rows.pin(b"key") == (1, old)
     assert rows.remove(b"key", old) == 1
-    rows = make()
+    rows = make_rows(True)
     new = rows.add(b"key", 2, 6, False)
     assert new not in {old, NO_ID}
     assert rows.pin(b"key") == (2, new)
@@ -210,8 +168,8 @@ def test_row_of_before_is_not_that_of_the_same_key_after(make: Callable[[], Tier
     assert rows.evict(2) == [(b"key", 2)]
 
 
-def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[], TierRows]) -> None:
-    rows = make()
+def test_pinned_row_and_returned_victim_go_back_to_their_places() -> None:
+    rows = make_rows(True)
     for number in range(6):
         rows.add(b"%d" % number, number, 7, True)  # one prefix: 5 is its leaf
     pinned = rows.pin(b"4")
@@ -224,11 +182,9 @@ def test_pinned_row_and_returned_victim_go_back_to_their_places(make: Callable[[
     assert [key for key, _ in rows.evict(6)] == [b"5", b"4", b"3", b"2", b"1", b"0"]
 
 
-def test_what_needs_room_takes_rows_that_are_being_evicted_first_and_none_that_is_pinned(
-    make: Callable[[], TierRows],
-) -> None:
+def test_what_needs_room_takes_rows_that_are_being_evicted_first_and_none_that_is_pinned() -> None:
     """Also room within a quota: else it would evict rows that are worth more."""
-    rows = make()
+    rows = make_rows(True)
     for number in range(6):
         rows.add(b"%d" % number, number, number, True, number % 2)
     assert rows.select(4) == [b"0", b"1", b"2", b"3"]
@@ -289,13 +245,13 @@ def test_a_finalizer_that_calls_the_table_never_runs_within_a_call(call: str) ->
     for slot, name in enumerate(names):
         rows.add(name, slot, slot, True)
     rows.touch_many(names, count)
-    listed = columns([(slot + 1, name, 0) for slot, name in enumerate(names)], 40)
+    listed = columns([(slot + 1, name, 0) for slot, name in enumerate(names)])
     calls = {
         "evict": partial(rows.evict, count),
         "evict_of": partial(rows.evict_of, 0, count),
         "sweep": partial(rows.sweep, 0, count, 0, 0, count),
         "take_used": partial(rows.take_used, count),
-        "list_columns": partial(rows.list_columns, *listed, 40, 0, count, bytearray(count), ALL_SLOTS),
+        "list_columns": partial(rows.list_columns, *listed, 0, count, bytearray(count), ALL_SLOTS),
     }
     asked, ended, seen = calls[call], [], list[bool]()
     _Cycle(lambda: seen.append(not ended))
@@ -317,13 +273,13 @@ def trace() -> list[list[Key]]:
     return prompts[1:]
 
 
-def test_victims_are_those_used_least_recently_and_of_one_use_the_deepest(make: Callable[[], TierRows]) -> None:
+def test_victims_are_those_used_least_recently_and_of_one_use_the_deepest() -> None:
     """Over a trace, with pins, returned victims, old ticks, and after a listing."""
-    rows, draw, uses = make(), random.Random(7), itertools.count()
+    rows, draw, uses = make_rows(True), random.Random(7), itertools.count()
     pins: dict[Key, int] = {}
     order: dict[Key, tuple[int, int]] = {}  # by tick, and then the last of its uses first
     listed = [(slot, b"listed-%029d" % slot, slot // 3) for slot in range(900)]
-    rows.list_columns(*columns(listed, 40), 40, 0, len(listed), None, ALL_SLOTS)
+    rows.list_columns(*columns(listed), 0, len(listed), None, ALL_SLOTS)
     order.update((key, (tick, -next(uses))) for _, key, tick in listed)
     evicted = 0
     for tick, prompt in enumerate(trace(), 400):

@@ -25,8 +25,7 @@ KEYS = [b"key-%d" % number for number in range(2 * ROWS)]
 
 def core_of(write: Write = Write.THROUGH) -> TierManager:
     core = TierManager(ROWS, ROW, [TierSpec("file", write, physical_slots=True)], LIMITS)
-    opened(core, 0, 4 * ROWS)
-    core.events.listed(0, [(3 * ROWS, b"stored", 0)], last=True)
+    opened(core, 0, 4 * ROWS, [(3 * ROWS, b"stored", 0)])
     return core
 
 
@@ -177,8 +176,7 @@ WRITTEN = TierSpec("file", Write.THROUGH, physical_slots=True)
 )
 def test_a_turn_is_due(happens: Callable[[TierManager], None], due: Due, spec: TierSpec) -> None:
     core = TierManager(ROWS, ROW, [spec], Limits(rows_per_slice=8))
-    opened(core, 0, 4 * ROWS)
-    core.events.listed(0, [(3 * ROWS, b"stored", 0)], last=True)
+    opened(core, 0, 4 * ROWS, [(3 * ROWS, b"stored", 0)])
     core.garbage.drop(1 << 20)
     happens(core)
     core.end_step()

@@ -13,7 +13,7 @@ class PlainColumns:
     def __init__(self, rows: Sequence[tuple[int, Key, int]]) -> None:
         self.rows = list(rows)
         self.count = len(self.rows)
-        self.width = 1 + max((len(key) for _, key, _ in self.rows), default=1)
+        self.width = 1 + max([1, *(len(key) for _, key, _ in self.rows)])
         self.slots = b"".join(slot.to_bytes(4, "little") for slot, _, _ in self.rows)
         self.ticks = b"".join(tick.to_bytes(8, "little") for _, _, tick in self.rows)
         self.records = b"".join((bytes([len(key)]) + key).ljust(self.width, b"\0") for _, key, _ in self.rows)

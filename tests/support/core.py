@@ -15,9 +15,11 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from tests.support import inside
 
 
-def opened(core: TierManager, tier: int, slots: int) -> None:
-    """A mover serves this tier."""
-    take_all(core.events.opened(tier, slots))
+def opened(core: TierManager, mover: int, slots: int, listed: Sequence[tuple[int, Key, int]] | None = None) -> None:
+    """A mover serves its tier, and has listed all of these."""
+    take_all(core.events.opened(mover, slots))
+    if listed is not None:
+        core.events.listed(mover, listed, last=True)
 
 
 def put(core: TierManager, keys: Sequence[Key], request: str = "put") -> None:

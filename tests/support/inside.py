@@ -14,7 +14,7 @@ from nixl_tiers.core.prefetch_queue import QueuedPrefetch
 from nixl_tiers.core.probes import Measurements
 from nixl_tiers.core.promotion import Promotion, RequestIndex
 from nixl_tiers.core.promotion_jobs import PromotionJobs
-from nixl_tiers.core.requests import Request, RequestState
+from nixl_tiers.core.requests import Request
 from nixl_tiers.core.rows import NO_ID, Found, Row, TierRows
 from nixl_tiers.core.state import CascadeState
 from nixl_tiers.core.tier_index import TierIndex
@@ -58,11 +58,6 @@ def waiting(core: TierManager) -> dict[str, Request]:
 def line(core: TierManager) -> list[QueuedPrefetch]:
     """Requests whose turn is to come, and prefetches, in their order."""
     return core._promotion.prefetch_queue._places
-
-
-def line_is_busy(core: TierManager) -> bool:
-    """Whether the line has something to do."""
-    return core._promotion.prefetch_queue.busy
 
 
 def loading_for(core: TierManager, row: Row) -> list[Request]:
@@ -114,14 +109,6 @@ def dropped(core: TierManager, keys: list[Key]) -> None:
             core.host.release(row)
         core.host.evict(row)
     core._state.dropped([row for row in rows if row.removed])
-
-
-def rests(core: TierManager, name: str, now: float) -> bool:
-    """Whether a request waits, and its next look-up, of all of its chain, finds nothing out."""
-    request = core._requests.by_name.get(name)
-    if request is None or request.state is RequestState.FAILED or request.generation is not core.host.generation:
-        return False
-    return core._chains._still_waits(request, 0, now)
 
 
 def shares(core: TierManager, name: str, chain: Chain) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Final
 
@@ -12,20 +12,21 @@ from nixl_tiers.base.chunk import Key
 from nixl_tiers.core.rows import MOST_TICK, NO_ID
 
 
+@dataclass(eq=False)
 class _Row:
-    __slots__ = ("evicting", "id", "key", "listing", "pins", "place", "seq", "slot", "stored", "tenant", "tick", "used")
+    key: Key
+    slot: int
+    tick: int
+    tenant: int
+    stored: bool
+    seq: int  # of its last use; of one tick the later goes first
+    id: int
+    listing: int
+    pins: int = 0
+    evicting: bool = False
+    used: bool = False
 
-    def __init__(
-        self, key: Key, slot: int, tick: int, seq: int, number: int, *, stored: bool, listing: int, tenant: int
-    ) -> None:
-        self.key, self.slot, self.tick, self.seq, self.id = key, slot, tick, seq, number
-        self.stored, self.listing, self.tenant = stored, listing, tenant
-        self.pins = 0
-        self.evicting = self.used = False
-        self.place = 0  # the number of its entry in the order, if it has one
 
-
-_Entry = tuple[int, int, int, _Row]
 _ids: Final = count(1)
 
 
@@ -34,9 +35,7 @@ class PlainTierRows:
 
     def __init__(self, uses: int) -> None:
         self._rows: dict[Key, _Row] = {}
-        self._orders: dict[int, list[_Entry]] = {}  # heaps, by tenant; an entry is void if its row has another place
         self._victims: dict[Key, _Row] = {}  # being evicted, the first selected first
-        self._counts: Counter[int] = Counter()
         self._numbers = count(1)
         self._listing = 0
         self._uses = uses
@@ -52,11 +51,8 @@ class PlainTierRows:
         if (known := self._rows.get(key)) is not None:
             known.listing = self._listing
             return NO_ID
-        number, listing = next(self._numbers), self._listing
-        row = _Row(key, slot, tick, number, next(_ids), stored=stored, listing=listing, tenant=tenant)
+        row = _Row(key, slot, tick, tenant, stored, next(self._numbers), next(_ids), self._listing)
         self._rows[key] = row
-        self._counts[tenant] += 1
-        self._enter(row)
         return row.id
 
     def get(self, key: Key, /) -> tuple[int, int, int, int, bool, bool, int] | None:
@@ -98,13 +94,11 @@ class PlainTierRows:
         if row is None:
             return None
         row.pins += 1
-        row.place = 0
         return row.slot, row.id
 
     def unpin(self, key: Key, row: int, /) -> None:
         if (found := self._rows.get(key)) is not None and row in {NO_ID, found.id} and found.pins:
             found.pins -= 1
-            self._enter(found)
 
     def pin_many(self, keys: list[Key], /) -> None:
         for key in keys:
@@ -118,7 +112,6 @@ class PlainTierRows:
         if (found := self._of(key, row)) is None:
             return False
         found.stored = True
-        self._enter(found)
         return True
 
     def stored_many(self, keys: list[Key], /) -> None:
@@ -127,8 +120,10 @@ class PlainTierRows:
                 self.stored(key, row.id)
 
     def select(self, count: int, /) -> list[Key]:
-        selected = self._take(count, lambda row: setattr(row, "evicting", True))
-        self._victims.update((row.key, row) for row in selected)
+        selected = self._in_order()[:count]
+        for row in selected:
+            row.evicting = True
+            self._victims[row.key] = row
         return [row.key for row in selected]
 
     def cancel(self, key: Key, tick: int, /) -> bool:
@@ -149,20 +144,23 @@ class PlainTierRows:
         return key in self._victims
 
     def evict(self, count: int, /) -> list[tuple[Key, int]]:
-        return self._evict(count, None)
+        return self.evict_of(None, count)
 
-    def evict_of(self, tenant: int, count: int, /) -> list[tuple[Key, int]]:
-        return self._evict(count, tenant)
+    def evict_of(self, tenant: int | None, count: int, /) -> list[tuple[Key, int]]:
+        victims = [row for row in self._victims.values() if not row.pins and tenant in {None, row.tenant}]
+        gone = [*victims, *self._in_order(tenant)][:count]
+        for row in gone:
+            self._drop(row)
+        return [(row.key, row.slot) for row in gone]
 
     def count_of(self, tenant: int, /) -> int:
-        return self._counts[tenant]
+        return sum(row.tenant == tenant for row in self._rows.values())
 
     def remove(self, key: Key, row: int, /) -> int:
         found = self._rows.get(key)
         if found is None or row not in {NO_ID, found.id}:
             return -1
         self._drop(found)
-        found.place = 0
         return found.slot
 
     def begin_listing(self) -> None:
@@ -229,8 +227,8 @@ class PlainTierRows:
         return at, keys
 
     def oldest(self) -> int | None:
-        order = self._first(None)
-        return order[0][0] if order else None
+        order = self._in_order()
+        return order[0].tick if order else None
 
     # --- inside ------------------------------------------------------------------------------------------------
 
@@ -238,60 +236,24 @@ class PlainTierRows:
         row = self._rows.get(key)
         return row if row is not None and row.id == number else None
 
-    def _enter(self, row: _Row) -> None:
-        """It has a place in the order from now on, if nothing keeps it out of it."""
-        if row.place or row.pins or row.evicting or not row.stored:
-            return
-        row.place = next(self._numbers)
-        order = self._orders.setdefault(row.tenant, [])
-        heappush(order, (row.tick, -row.seq, row.place, row))
-        if len(order) > 2 * len(self._rows) + 64:
-            order[:] = [entry for entry in order if entry[3].place == entry[2]]
-            heapify(order)
+    def _may_go(self, row: _Row) -> bool:
+        return row.stored and not row.pins and not row.evicting
 
-    def _use(self, row: _Row, tick: int) -> None:
-        if tick > row.tick:
-            row.tick, row.seq = tick, next(self._numbers)
-            if row.place:
-                row.place = 0
-                self._enter(row)
+    def _in_order(self, tenant: int | None = None) -> list[_Row]:
+        """Those that may be evicted, of this tenant or of all, the next first."""
+        rows = [row for row in self._rows.values() if self._may_go(row) and tenant in {None, row.tenant}]
+        return sorted(rows, key=lambda row: (row.tick, -row.seq))
 
     def _stay(self, row: _Row, tick: int) -> None:
         """It is used at this tick, and is not evicted, if it was being."""
         self._victims.pop(row.key, None)
         row.evicting = False
-        self._use(row, tick)
-        self._enter(row)
-
-    def _evict(self, count: int, tenant: int | None) -> list[tuple[Key, int]]:
-        free = (row for row in self._victims.values() if not row.pins and tenant in {None, row.tenant})
-        gone = list(islice(free, count))
-        for row in gone:
-            self._drop(row)
-        gone += self._take(count - len(gone), self._drop, tenant)
-        return [(row.key, row.slot) for row in gone]
+        if tick > row.tick:
+            row.tick, row.seq = tick, next(self._numbers)
 
     def _drop(self, row: _Row) -> None:
         del self._rows[row.key]
         self._victims.pop(row.key, None)
-        self._counts[row.tenant] -= 1
-
-    def _first(self, tenant: int | None) -> list[_Entry] | None:
-        """The order that has the next victim, of this tenant or of all."""
-        orders = self._orders.values() if tenant is None else [self._orders.get(tenant, [])]
-        for order in orders:
-            while order and order[0][3].place != order[0][2]:
-                heappop(order)
-        return min(filter(None, orders), key=lambda order: order[0][:2], default=None)
-
-    def _take(self, count: int, done: Callable[[_Row], object], tenant: int | None = None) -> list[_Row]:
-        taken: list[_Row] = []
-        while len(taken) < count and (order := self._first(tenant)):
-            row = heappop(order)[3]
-            row.place = 0
-            done(row)
-            taken.append(row)
-        return taken
 
 
 def _is_taken(taken: Sequence[int], slot: int, limit: int) -> bool:

@@ -31,19 +31,44 @@ from nixl_tiers.core.types import BreakerLimits, BreakerState, Direction, Job, L
 from tests.support import inside
 from tests.support.columns import PlainColumns
 from tests.support.core import all_failed, all_good, expire, look_up_key, rows_of
-from tests.support.measuring import MeasurementJudge
-from tests.support.store_hold import HoldJudge
+from tests.support.judges import HoldJudge, MeasurementJudge
 
 ROW_BYTES = 4096
 MANY_TURNS = 1000
 TOKENS = 16  # of a chunk
 WINDOW_CHUNKS = 2
 WINDOWED = b"w"  # before a key of a hybrid model's windowed group
-USES_S = 1.0  # between two messages of recent uses
 LONG_AGO_S = 1000.0
 RETAINED_S = 20.0  # the longest that anything is retained or put off
 SOME_ROOM = 6  # the fewest messages a turn with which nothing stands still
-NO_ROW = Found(-1, 0, 0, 0, False, False)
+LIMITS = Limits(
+    wait_s=5.0,
+    pin_s=10.0,
+    soft_deadline_min_s=2.0,
+    hard_deadline_min_s=10.0,
+    hard_deadline_max_s=20.0,
+    retry_s=3.0,
+    aside_s=12.0,
+    moves_per_job=3,
+    rows_per_slice=3,
+    listed_per_step=2,
+    deletes_per_batch=3,
+    deletes_per_turn=6,
+    check_timeout_s=0.5,
+    max_checks=2,
+    distant_checks=2,
+    keys_per_check=4,
+    keys_at_once=2,
+    later_keys=3,
+    absent_s=8.0,
+    store_hold_s=0.5,
+    hold_share=0.5,
+    measure_s=2.0,
+    retain_share=0.4,
+    measure_time=0.5,  # so that a tier that takes seconds for a row is measured often
+    reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
+    breaker=BreakerLimits(max_backoff_s=20.0),
+)
 ROUNDING_S = 1e-9  # a deadline less the time from which it was counted differs from its span in the last digit
 
 
@@ -87,7 +112,8 @@ class Prompt:
 
 @dataclass
 class WorkerJob:
-    """A store (GPU -> rows) or a load (rows -> GPU) that workers have been given."""
+    """A store (GPU -> rows) or a load (rows -> GPU) that workers have been given; or a put or get of a thread that uses
+    the store without an engine. That one uses its rows until it ends itself, whatever is reset meanwhile."""
 
     store: bool
     keys: list[Key]
@@ -95,28 +121,6 @@ class WorkerJob:
     epoch: int
     request: str
     stale: bool = False  # prepared before the last reset: it is never reported as complete
-
-
-@dataclass
-class EngineUse:
-    """Chunks that the engine used from its own memory at `tick`. Those that were in host memory then, and in tiers with
-    places, by (tier, key), their ids."""
-
-    tick: int
-    rows: list[Row]
-    ids: dict[tuple[int, Key], int]
-
-
-@dataclass
-class StoreCall:
-    """A put or get of a thread that uses the store without an engine. It uses its rows until it ends itself, whatever
-    is reset meanwhile."""
-
-    name: str
-    store: bool
-    keys: list[Key]
-    rows: list[int]
-    epoch: int
 
 
 @dataclass
@@ -150,13 +154,6 @@ class RowsReport:
 
 
 @dataclass
-class Uses:
-    """Rows of physical slots that were used lately, as they were sent: (slot, its key then, tick)."""
-
-    rows: list[tuple[int, Key, int]]
-
-
-@dataclass
 class Answer:
     """A mover's answer to an existence check: the keys that it found, when they were written, and those that are
     absent."""
@@ -167,7 +164,7 @@ class Answer:
     absent: list[Key]
 
 
-Sent = SimulatedJob | list[tuple[int, Key]] | int | Uses | ExistenceCheck
+Sent = SimulatedJob | list[tuple[int, Key]] | int | ExistenceCheck
 
 
 @dataclass
@@ -185,7 +182,6 @@ class SimulatedMover:
     told_ticks: dict[Key, int] = field(default_factory=dict)  # and times of writing
     newest: int = 0  # tick of the last listing,
     listed_after: int = 0  # and the last job that was planned before it
-    used: dict[Key, int] = field(default_factory=dict)  # the last use of rows that no message of may have been lost
     alive: bool = True
     epoch: int = 0
     stuck: bool = False  # alive, and does nothing
@@ -211,7 +207,6 @@ class Simulation:
         self,
         rows: int = 6,
         slots: Sequence[int] = (6, 12),
-        limits: Limits | None = None,
         core: Callable[..., TierManager] = TierManager,
         writes: Sequence[Write] = (Write.THROUGH, Write.THROUGH),
         *,
@@ -226,37 +221,9 @@ class Simulation:
         once. `tokens_per_s`: of prefill, None if that is not known."""
         self.room = UNLIMITED  # messages that a mover takes a turn
         self.turns = MANY_TURNS  # how many the supervisor takes before another event; more where work is left
-        self.limits = limits or Limits(
-            wait_s=5.0,
-            pin_s=10.0,
-            soft_deadline_min_s=2.0,
-            hard_deadline_min_s=10.0,
-            hard_deadline_max_s=20.0,
-            retry_s=3.0,
-            aside_s=12.0,
-            moves_per_job=3,
-            rows_per_slice=3,
-            listed_per_step=2,
-            deletes_per_batch=3,
-            deletes_per_turn=6,
-            check_timeout_s=0.5,
-            max_checks=2,
-            distant_checks=2,
-            keys_per_check=4,
-            keys_at_once=2,
-            later_keys=3,
-            absent_s=8.0,
-            store_hold_s=0.5,
-            hold_share=0.5,
-            measure_s=2.0,
-            retain_share=0.4,
-            measure_time=0.5,  # so that a tier that takes seconds for a row is measured often
-            reserve_share=0.5,  # so that demotion has a queue in a tier of a few rows
-            breaker=BreakerLimits(max_backoff_s=20.0),
-        )
+        self.limits = LIMITS
         self.rows = rows
         self.now = 0.0
-        self.epoch = 0
         self.listed = listed
         self._make = core
         self._tokens_per_s = tokens_per_s
@@ -279,26 +246,10 @@ class Simulation:
             for spec, count in zip(self.specs, slots, strict=True)
             for _ in range(spec.members)
         ]
-        self.region = [GARBAGE] * rows
-        self.workers: list[WorkerJob] = []
-        self.queued: dict[str, Prompt] = {}  # wait for their turn
-        self.waiting: dict[str, Prompt] = {}
-        self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
-        self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
-        self._failed: dict[tuple[int, int | Key], float] = {}  # places of tiers that a load has failed at, and when
-        self._lost: dict[tuple[str, int], set[Key]] = {}  # by request and tier: what is behind a row that was missing
-        self.calls: list[StoreCall] = []
-        self.getting: dict[str, Prompt] = {}  # calls that wait
-        self._uses: list[EngineUse] = []  # that the core is yet to note
-        self.retained: list[tuple[Row, float]] = []  # and until when each is not to be evicted
         self.allowed: set[Key] = set()  # some request or call that has them may write them to storage tiers
         self._requests = 0
-        self._uses_due_s = 0.0
-        self._told_s = 0.0  # the time of the supervisor's last turn that did not go to `_steps`
-        self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
-        self._stepping = 0  # the mover that they are of
         self._load_failed: set[str] = set()  # requests a load of which has failed: everything is a miss to them
-        self.core = self._start()
+        self._begin()
 
     # --- the engine --------------------------------------------------------------------------------------------
 
@@ -329,14 +280,8 @@ class Simulation:
             self.allowed.update(chain)
         used = chain[:own]
         self.core.used(name, used)
-        ids = {
-            (tier.number, key): found[2]
-            for tier in self.core.tiers
-            for key in (used if tier.spec.physical_slots else ())
-            if (found := tier.index.rows.get(key)) is not None
-        }
         rows = [row for key in used if (row := self.core.host.index.get(key)) is not None]
-        self._uses.append(EngineUse(inside.state(self.core).tick - 1, rows, ids))
+        self._uses.append((inside.state(self.core).tick - 1, rows))
         if own < len(chain):
             self._run(name, Prompt(list(chain[own:]), Scan.CHAIN, stays=False))
         else:
@@ -363,28 +308,19 @@ class Simulation:
     def turn(self, name: str) -> None:
         self._run(name, self.queued.pop(name))
 
-    def prefetch(self, chain: Sequence[Key]) -> None:
-        self.core.prefetch(chain)
-        self.tick()
-
-    def prefetch_later(self, chain: Sequence[Key], seconds: float) -> None:
-        self.core.prefetch(chain, self.now + seconds, self._tenant_of(chain[0]))
+    def prefetch(self, chain: Sequence[Key], after_s: float | None = None) -> None:
+        if after_s is None:
+            self.core.prefetch(chain)
+        else:
+            self.core.prefetch(chain, self.now + after_s, self._tenant_of(chain[0]))
         self.tick()
 
     def retain(self, chain: Sequence[Key], seconds: float) -> None:
         """A request has ended that had these chunks, and they are to stay for a while."""
         until_s = self.now + seconds
+        self.core.retain(chain, until_s)
         rows = [row for key in chain if (row := self.core.host.index.get(key)) is not None]
-        before = [row.retained_until >= until_s for row in rows]
-        whole = self.core.retain(chain, until_s)
-        kept = [row.retained_until >= until_s for row in rows]
-        front = [*kept, False].index(False)
-        require(kept[front:] == before[front:], "what is retained is not the front of a prefix")
-        host, share = self.core.host, self.limits.retain_share
-        full = inside.retained(self.core) >= int(share * self.rows)
-        full |= any(host.retained_of[tenant] >= int(share * quota) for tenant, quota in enumerate(host.quotas, 1))
-        require(whole == all(kept) and (whole or full), "less is retained than there is room for")
-        self.retained += [(row, until_s) for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+        self.retained += [(row, until_s) for row in rows if row.retained_until >= until_s]
         self.tick()
 
     def again(self, name: str) -> None:
@@ -427,8 +363,6 @@ class Simulation:
             if not (self.core.events.unfinished or self.core.garbage or self._steps):
                 if supervised:
                     self._check_gone()
-                    over = [row.key for row in self.core.host.index.values() if 0 < row.retained_until <= self.now]
-                    require(not over, "a row is retained beyond its time")
                 return
         require(self.turns < MANY_TURNS, "work is left for ever")
 
@@ -459,7 +393,7 @@ class Simulation:
         for member in self.core.movers:
             member.send_credits = self.room
         jobs = sorted(self.core.events.plan(self.now), key=lambda job: job.direction is Direction.STORE)
-        self._hold.planned(jobs, self.now)
+        self._hold.planned()
         loads = sum(job.direction is Direction.LOAD for job in jobs)
         self._send_jobs(jobs[:loads])
         for member in self.core.movers:
@@ -470,32 +404,18 @@ class Simulation:
             stores = any(job.mover == member.number for job in jobs[loads:])
             require(not (stores and member.to_delete), "a store overtakes what goes before it")
         self._send_jobs(jobs[loads:])
-        for tier in self.core.tiers:
-            due = self.now >= self._uses_due_s and tier.send_credits > 0
-            if due and tier.state is TierState.UP and (used := tier.index.take_uses(4)):
-                keys = {row.slot: key for key, row in rows_of(tier).items()}
-                for member in tier.members:
-                    mine = [each for each in used if tier.index.member_place_of_slot(each[0]) == member.place]
-                    self._send(member.number, Uses([(s - member.first_slot, keys[s], tick) for s, tick in mine]))
-        if self.now >= self._uses_due_s:
-            self._uses_due_s = self.now + USES_S
         for probe in self.core.events.plan_checks(self.now):
             self._check_probe(probe)
             self._send(self._first(probe.tier), probe)
 
     def _send_jobs(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            member = self.core.movers[job.mover]
-            can = member.readable if job.direction is Direction.LOAD else member.writable
-            require(job.probe_episode is not None or can, "a mover is sent a job that is known to fail")
             for move in job.moves:
                 failed_s = self._failed.get((job.tier, self._place(job.tier, move)), -self.limits.retry_s)
                 require(self.now >= failed_s + self.limits.retry_s, "what has just failed is moved again")
                 reads = job.direction is Direction.STORE
                 self._check_row(move.row.index, writing=not reads, beside=(job.mover, job.id))
-                if reads:
-                    self._used_of(job.tier).pop(move.key, None)  # of a row that was evicted a moment ago
-                else:
+                if not reads:
                     requests = inside.loading_for(self.core, move.row)
                     lost = [move.key in self._lost.get((request.name, job.tier), ()) for request in requests]
                     require(not lost or not all(lost), "a row is loaded behind one that is missing")
@@ -511,10 +431,6 @@ class Simulation:
         """The number of the tier's first mover."""
         return self.core.tiers[tier].members[0].number
 
-    def _used_of(self, tier: int) -> dict[Key, int]:
-        """The last uses of a tier's rows that no message of may have been lost."""
-        return self.movers[self._first(tier)].used
-
     def reset(self, *, keep: bool = False) -> None:
         """Other weights from now on, or the same (`keep`). Open jobs go on; waiting requests come back, with the
         deadlines they have."""
@@ -529,43 +445,20 @@ class Simulation:
             mover.told_ticks.clear()
         self.retained.clear()
         self.core.reset(keep_tiers=keep, now=self.now)
-        require(not inside.retention_waits(self.core), "what was retained before a reset is not forgotten")
         if not keep:
             self._epochs += 1
             self.epoch = self._epochs
             for tier, mover in enumerate(self.movers):
-                mover.used.clear()
                 mover.listing.clear()
                 self._send(tier, self.epoch)
         self.check()
 
     def crash(self) -> None:
         """The engine dies with its movers and comes back with the weights of epoch 0; the media survive."""
-        self._steps = None
-        for mover in self.movers:
-            for queue in (mover.inbox, mover.finished, mover.unreported, mover.listing):
-                queue.clear()
-            mover.reported_absent.clear()
-            mover.told_ticks.clear()
-            mover.told = 0
-            mover.used.clear()
-            mover.alive = True
-            mover.stuck = mover.dying = False
-            mover.epoch = 0
-        self.epoch = 0
-        self.region = [GARBAGE] * self.rows
-        self.workers.clear()
-        self.queued.clear()
-        self.waiting.clear()
-        self.running.clear()
-        self._since.clear()
-        self._lost.clear()
-        self._failed.clear()
-        self.calls.clear()
-        self.getting.clear()
-        self._uses.clear()
-        self.retained.clear()
-        self.core = self._start()
+        self.movers = [
+            SimulatedMover(each.physical, each.slots, each.medium, each.ticks, each.oldest) for each in self.movers
+        ]
+        self._begin()
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -579,11 +472,9 @@ class Simulation:
 
     def _work(self, job: WorkerJob, good: bool) -> None:
         self.workers.remove(job)
-        for key, row in zip(job.keys, job.rows, strict=True):
-            if job.store:
-                self.region[row] = Content(key, job.epoch) if good else GARBAGE
-            else:
-                require(self.region[row] == Content(key, job.epoch), f"a worker loads {self.region[row]} as {key!r}")
+        for row in job.rows if job.store else ():
+            self.region[row] = GARBAGE
+        self._copy(job, len(job.rows) if good else 0)
         if job.stale:
             return
         if job.store:
@@ -594,6 +485,14 @@ class Simulation:
             self.core.complete_load(job.request, self.now, failed=not good)
         self.tick()
 
+    def _copy(self, job: WorkerJob, filled: int) -> None:
+        """Into the first `filled` rows, or out of all of them."""
+        for place, (key, row) in enumerate(zip(job.keys, job.rows, strict=True)):
+            if not job.store:
+                require(self.region[row] == Content(key, job.epoch), f"{self.region[row]} is loaded as {key!r}")
+            elif place < filled:
+                self.region[row] = Content(key, job.epoch)
+
     # --- threads without an engine -----------------------------------------------------------------------------
 
     def put(self, chain: Sequence[Key]) -> None:
@@ -601,7 +500,7 @@ class Simulation:
         name = self._name("call", chain)
         self.allowed.update(chain)
         plan = self.core.prepare_store(name, chain, call=True)
-        self._call_begins(StoreCall(name, True, plan.keys, plan.rows, self.epoch))
+        self._call_begins(WorkerJob(True, plan.keys, plan.rows, self.epoch, name))
 
     def get(self, chain: Sequence[Key]) -> None:
         """A thread begins to get `chain`; it waits (`get_again`), or reads what it has found until `call_ends`."""
@@ -615,13 +514,8 @@ class Simulation:
     def call_ends(self, number: int, good: bool = True) -> None:
         """A call ends; if not `good`, it is interrupted: only the first half of a put's rows was filled."""
         call = self.calls.pop(number)
-        filled = len(call.rows) if good else len(call.rows) // 2
-        for place, (key, row) in enumerate(zip(call.keys, call.rows, strict=True)):
-            if not call.store:
-                require(self.region[row] == Content(key, call.epoch), f"a call reads {self.region[row]} as {key!r}")
-            elif place < filled:
-                self.region[row] = Content(key, call.epoch)
-        self.core.end_call(call.name, all_good if good else all_failed)
+        self._copy(call, len(call.rows) if good else len(call.rows) // 2)
+        self.core.end_call(call.request, all_good if good else all_failed)
         self.tick()
 
     def _get(self, name: str, prompt: Prompt) -> None:
@@ -633,11 +527,10 @@ class Simulation:
             return
         self._since.pop(name, None)
         rows = self.core.prepare_load(name, found, 0.0, call=True).rows
-        self._used(found, name)
         self.core.end_step()
-        self._call_begins(StoreCall(name, False, found, rows, self.epoch))
+        self._call_begins(WorkerJob(False, found, rows, self.epoch, name))
 
-    def _call_begins(self, call: StoreCall) -> None:
+    def _call_begins(self, call: WorkerJob) -> None:
         for row in call.rows:
             self._check_row(row, writing=call.store)
             if call.store:
@@ -703,11 +596,6 @@ class Simulation:
                 place = mover.place(slot, key)
                 if place in mover.here and mover.here[place][0] == key:
                     del mover.here[place]
-        elif isinstance(head, Uses):
-            mover.inbox.popleft()
-            for slot, key, tick in head.rows:
-                require(mover.here.get(slot, (key,))[0] == key, "a use is recorded for another row")
-                mover.ticks[mover.epoch, slot] = max(tick, mover.ticks.get((mover.epoch, slot), 0))
         elif isinstance(head, ExistenceCheck):
             mover.inbox.popleft()
             if outcome is not Outcome.NO_SPACE:
@@ -826,10 +714,6 @@ class Simulation:
                 self._move(mover, head, Outcome.FAILED)  # half of a row
         mover.inbox.clear()
         mover.listing.clear()
-        number = self._tier(tier).number
-        self._used_of(number).clear()
-        for use in self._uses:
-            use.ids = {place: row for place, row in use.ids.items() if place[0] != number}
         mover.alive = True
         mover.dying = mover.stuck = False
         self.core.events.lost(tier, self.now)
@@ -881,94 +765,74 @@ class Simulation:
 
     def check(self) -> None:
         """What must hold after every event."""
-        core = self.core
-        require(core.host.used <= self.rows, "more rows in use than there are")
-        indices = [row.index for row in core.host.index.values()]
-        require(len(set(indices)) == len(indices), "two keys in one row")
-        ready = sum(row.state is RowState.READY for row in core.host.index.values())
-        counted = core.host.counters.rows
-        require(counted == ready, f"the host holds {ready} rows, and {counted} are counted")
-        for tenant, quota in enumerate(core.host.quotas, 1):
-            count = sum(row.tenant == tenant for row in core.host.index.values())
-            require(count <= quota, "a tenant has more of the host than its quota")
-        for key, row in core.host.index.items():
-            require(row.tenant in {0, self._tenant_of(key)}, "a row counts against another tenant's quota")
-        for tenant, quota in enumerate(core.host.quotas, 1):
-            count = sum(row.retained_until > 0 and row.tenant == tenant for row in core.host.index.values())
-            require(count <= int(self.limits.retain_share * quota), "a tenant retains more than a share of its quota")
-        retained = sum(row.retained_until > 0 for row in core.host.index.values())
-        require(retained <= int(self.limits.retain_share * self.rows), "more is retained than the share of the host")
-        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now]
-        kept = all(row.retained_until >= until_s for row, until_s in self.retained)
-        require(kept, "a row is retained for less than was asked for")
-        line = inside.promotion(core).prefetch_queue
-        held = sum(place.held for place in line._holding)
-        require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
-        by_tier = [rows_of(tier) for tier in core.tiers]
-        for tier, rows in zip(core.tiers, by_tier, strict=True):
-            movers = [self.movers[member.number] for member in tier.members]
-            held = sum(row.stored for row in rows.values())
-            counted = tier.counters.rows
-            require(counted == held, f"a tier holds {held} rows, and {counted} are counted")
-            for tenant, share in enumerate(tier.spec.quotas, 1):
-                count = sum(row.tenant == tenant for row in rows.values())
-                require(count <= max(1, share * tier.index.slots.limit), "a tenant has more of a tier than its quota")
-            slots = [row.slot for row in rows.values()] if tier.spec.physical_slots else []
-            require(len(set(slots)) == len(slots), "two keys in one slot")
-            if self._steps is not None and tier is self._tier(self._stepping):
-                require(len(rows) <= len(tier.index.slots), "a row without a slot")
-            else:
-                budget = max(tier.index.slots.limit, 0)
-                require(len(rows) == len(tier.index.slots) <= budget, "slots leak, or above the budget")
-            require(set(tier.index._idle) <= tier.index.aside.until_s.keys(), "a slot stays aside for ever")
-            moving = [move for job in tier.jobs for move in job.moves]
-            dead = [job for member in tier.members for dead in member.dead for job in dead.to_end]
-            moving += [move for job in dead for move in job.moves]
-            loads = Counter(move.key for move in moving if rows.get(move.key, NO_ROW).id == move.id and not move.tick)
-            pins = {key: row.pins for key, row in rows.items() if row.pins}
-            require(sum(pins.values()) <= sum(loads.values()), "a row stays pinned that nobody moves")
-            fits = all(len(mover.here) <= mover.slots or not mover.physical for mover in movers)
-            require(fits, "more on the medium than it may hold")
-            staged = [row for row in tier.staged.values() if not row.invalidated]
-            require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
-            movers[0].used = {key: tick for key, tick in movers[0].used.items() if key in rows}
-            if (burst := tier.burst) is not None:
-                loading = sum(len(job.moves) for job in [*tier.jobs, *dead] if job.burst is burst)
-                require(burst.rows == loading, f"{loading} rows of a burst run, and {burst.rows} are counted")
-            for job in tier.jobs:
-                mover = self.movers[job.mover]
-                waited_s = self._told_s - job.started_s
-                require(
-                    mover.dying or waited_s <= self.limits.hard_deadline_max_s,
-                    "a mover whose job never ends is not killed",
-                )
-                waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
-                patient = not waits or core.events.unfinished
-                require(
-                    patient or waited_s <= self.limits.wait_s + ROUNDING_S,
-                    "requests wait for a job after its soft deadline",
-                )
-
+        self._check_host()
+        by_tier = [rows_of(tier) for tier in self.core.tiers]
+        for tier, rows in zip(self.core.tiers, by_tier, strict=True):
+            self._check_tier(tier, rows)
         self._check_victims(by_tier)
         self._check_pins()
         self._check_uses()
-        promotion = inside.promotion(core)
-        for request in promotion._waiting.values():
-            require(not request.refused & request.wanted.keys(), "a row is to come for which there is no room")
+        for request in inside.waiting(self.core).values():
             for key, row in request.pinned.items():
-                coming = core.host.index.get(key, row)
-                kept = coming is row or request not in inside.loading_for(core, coming)
+                coming = self.core.host.index.get(key, row)
+                kept = coming is row or request not in inside.loading_for(self.core, coming)
                 require(kept, "a request does not pin the row that comes up in a dead one's place")
-        stuck = sum(
-            len(request.pinned) for request in promotion._waiting.values() if request.waiting and request.wanted
-        )
-        counted = core.host.generation.pinned_by_waiting
-        require(counted == stuck, f"requests that wait for more hold {stuck} rows, and {counted} are counted")
-        for shared in core.checks.tiers.values():
+        for shared in self.core.checks.tiers.values():
             require(len(shared.open) <= self.limits.max_checks, "too many open checks")
             ahead = sum(not check.requests for check in shared.open.values())
             require(ahead <= max(1, self.limits.max_checks // 2), "requests find no room for their checks")
             require(len(shared.later) <= self.limits.later_keys, "too many keys are to be asked for later")
+
+    def _check_host(self) -> None:
+        host, share = self.core.host, self.limits.retain_share
+        rows = host.index.values()
+        require(len({row.index for row in rows}) == len(rows), "two keys in one row")
+        ready = sum(row.state is RowState.READY for row in rows)
+        require(host.counters.rows == ready, f"the host holds {ready} rows, and {host.counters.rows} are counted")
+        for tenant, quota in enumerate(host.quotas, 1):
+            own = [row for row in rows if row.tenant == tenant]
+            require(len(own) <= quota, "a tenant has more of the host than its quota")
+            require(all(self._tenant_of(row.key) == tenant for row in own), "a row counts against another's quota")
+            retained = sum(row.retained_until > 0 for row in own)
+            require(retained <= int(share * quota), "a tenant retains more than a share of its quota")
+        retained = sum(row.retained_until > 0 for row in rows)
+        require(retained <= int(share * self.rows), "more is retained than the share of the host")
+        self.retained = [(row, until_s) for row, until_s in self.retained if until_s > self.now]
+        kept = all(row.retained_until >= until_s for row, until_s in self.retained)
+        require(kept, "a row is retained for less than was asked for")
+        held = sum(place.held for place in inside.promotion(self.core).prefetch_queue._holding)
+        require(held <= int(self.limits.line_share * self.rows), "requests that wait for their turn hold too much")
+
+    def _check_tier(self, tier: Tier, rows: dict[Key, Found]) -> None:
+        movers, slots = [self.movers[member.number] for member in tier.members], tier.index.slots
+        held = sum(row.stored for row in rows.values())
+        require(tier.counters.rows == held, f"a tier holds {held} rows, and {tier.counters.rows} are counted")
+        for tenant, share in enumerate(tier.spec.quotas, 1):
+            count = sum(row.tenant == tenant for row in rows.values())
+            require(count <= max(1, share * slots.limit), "a tenant has more of a tier than its quota")
+        places = {row.slot for row in rows.values()}
+        require(not tier.spec.physical_slots or len(places) == len(rows), "two keys in one slot")
+        if self._steps is None or tier is not self._tier(self._stepping):
+            require(len(rows) == len(slots) <= max(slots.limit, 0), "slots leak, or above the budget")
+        fits = all(len(mover.here) <= mover.slots or not mover.physical for mover in movers)
+        require(fits, "more on the medium than it may hold")
+        staged = [row for row in tier.staged.values() if not row.invalidated]
+        require(len(staged) <= max(1, self.rows // 4), "demotion pins too much of the host")
+        if (burst := tier.burst) is not None:
+            loading = sum(len(job.moves) for job in self._jobs(tier) if job.burst is burst)
+            require(burst.rows == loading, f"{loading} rows of a burst run, and {burst.rows} are counted")
+        for job in tier.jobs:
+            dying, waited_s = self.movers[job.mover].dying, self._told_s - job.started_s
+            in_time = dying or waited_s <= self.limits.hard_deadline_max_s
+            require(in_time, "a mover whose job never ends is not killed")
+            waits = job.direction is Direction.LOAD and any(not move.row.invalidated for move in job.moves)
+            patient = not waits or self.core.events.unfinished
+            in_time = patient or waited_s <= self.limits.wait_s + ROUNDING_S
+            require(in_time, "requests wait for a job after its soft deadline")
+
+    def _jobs(self, tier: Tier) -> list[Job]:
+        """Those of dead movers too."""
+        return [*tier.jobs, *(job for member in tier.members for dead in member.dead for job in dead.to_end)]
 
     def _check_gone(self) -> None:
         """Nothing that others have deleted, as far as this engine was told, is promised to requests."""
@@ -988,9 +852,8 @@ class Simulation:
             written = set()
             if below is not None:
                 written |= {*below.to_store, *below.waiting_for_seal}
-                dead = [job for member in below.members for dead in member.dead for job in dead.to_end]
-                jobs = [*below.jobs, *dead]
-                written |= {move.key for job in jobs if job.direction is Direction.STORE for move in job.moves}
+                stores = [job for job in self._jobs(below) if job.direction is Direction.STORE]
+                written |= {move.key for job in stores for move in job.moves}
             if tier is not None:
                 written |= {*tier.to_demote, *tier.staged}
             rows = core.host.index if tier is None else by_tier[tier.number]
@@ -1012,15 +875,10 @@ class Simulation:
 
     def _check_uses(self) -> None:
         """All that the engine used from its own memory has been noted."""
-        core = self.core
-        for use in self._uses:
-            for row in use.rows:
-                gone = row.invalidated or core.host.index.get(row.key) is not row
-                require(gone or row.tick >= use.tick, "a use by the engine is never noted")
-            for (number, key), row_id in use.ids.items():
-                if core.tiers[number].index.has(key, row_id):
-                    used = self._used_of(number)
-                    used[key] = max(use.tick, used.get(key, 0))
+        for tick, rows in self._uses:
+            for row in rows:
+                gone = row.invalidated or self.core.host.index.get(row.key) is not row
+                require(gone or row.tick >= tick, "a use by the engine is never noted")
         self._uses.clear()
 
     def quiesce(self) -> None:
@@ -1041,30 +899,23 @@ class Simulation:
         rows = self.core.host.index.values()
         require(not any(row.referenced for row in rows), "a row stays in use for ever")
         self.advance(RETAINED_S + 1)
-        require(not (self.core.host.retained or inside.retention_waits(self.core)), "a row is retained for ever")
         self._run_out()
         self.end_step()
-        require(not inside.pinned(self.core), "a row stays pinned for ever")
         self._run_out()  # a probe may have found room now
-        require(self.core.host.used == len(rows), "a row is lost")
-        require(not self.core.checks.busy, "a check never ends")
-        require(not any(tier.staged for tier in self.core.tiers), "a demotion never ends")
-        require(not any(member.to_delete for member in self.core.movers), "rows to delete are never sent")
-        for tier in self.core.tiers:
-            for key, tick in self._used_of(tier.number).items():
-                member = tier.member_of(key)
-                mover, slot = self.movers[member.number], rows_of(tier)[key].slot - member.first_slot
-                recorded = mover.ticks.get((mover.epoch, slot), 0) >= tick
-                require(recorded or self.now < self._uses_due_s, "a use is never recorded")
-        require(not inside.requests(self.core).before_turn, "a request waits for its turn for ever")
-        require(
-            self.core.writeback.backlog() == 0 and not any(tier.jobs for tier in self.core.tiers), "a job never ends"
-        )
-        require(
-            not any(tier.quarantined for tier in self.core.tiers)
-            and not any(member.dead for member in self.core.movers),
-            "a dead job never ends",
-        )
+        core = self.core
+        require(core.host.used == len(rows), "a row is lost")
+        left = {
+            "a retention": core.host.retained or inside.retention_waits(core),
+            "a pin": inside.pinned(core) or any(row.pins for tier in core.tiers for row in rows_of(tier).values()),
+            "a check": core.checks.busy,
+            "a demotion": any(tier.staged for tier in core.tiers),
+            "a delete": any(member.to_delete for member in core.movers),
+            "the wait for a turn": inside.requests(core).before_turn,
+            "a job": core.writeback.backlog() or any(map(self._jobs, core.tiers)),
+            "a quarantine": any(tier.quarantined for tier in core.tiers),
+        }
+        never = [what for what, is_left in left.items() if is_left]
+        require(not never, f"{never} never ends")
         self._measuring.ended()
         self._recover()
         for _ in self.core.checks.tiers:
@@ -1074,21 +925,16 @@ class Simulation:
         require(not later, "what was unknown while a medium was slow is never asked for")
 
     def _recover(self) -> None:
-        """All media work: so all circuits must close soon, once there are rows to probe with. A tier that is only read
-        has those that are asked for."""
+        """All media work: so all circuits must close soon, once there are rows to probe with."""
         for number in range(20):
-            tiers = [
-                (tier.spec.write is Write.OFF, self._loadable(tier))
-                for tier in self.core.tiers
-                if tier.circuit is not BreakerState.CLOSED
-            ]
-            if all(only_read and not held for only_read, held in tiers):
+            tiers = [tier for tier in self.core.tiers if tier.circuit is not BreakerState.CLOSED]
+            if not tiers:
                 return
+            held = [keys for tier in tiers if (keys := self._loadable(tier))]
             self.request([b"recover%d" % number])
             self._run_out()  # a promotion may need its row, in a host of two
-            for _, held in tiers:
-                if held:
-                    self.request([held[number % len(held)]])
+            for keys in held:
+                self.request([keys[number % len(keys)]])
             for _ in range(4):
                 self._run_out()
                 self.advance(self.limits.breaker.max_backoff_s / 2)
@@ -1115,22 +961,40 @@ class Simulation:
             for tier in range(len(self.movers)):
                 self.mover_works(tier)
                 self.deliver(tier)
-            silent = not (self._steps or any(m.inbox or m.finished or m.listing for m in self.movers))
-            if silent and not (self.workers or self.waiting or self.calls or self.getting):
+            busy = self._steps or any(m.inbox or m.finished or m.listing for m in self.movers)
+            if not (busy or self.workers or self.waiting or self.calls or self.getting):
                 return
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> TierManager:
-        prefill = PrefillEstimate(self._tokens_per_s)
-        quotas = {"quotas": self.quotas} if self.quotas else {}
-        core = self._make(self.rows, ROW_BYTES, self.specs, self.limits, prefill=prefill, **quotas)
-        self.core = core
-        self._hold = HoldJudge(core, require)
-        self._measuring = MeasurementJudge(core, require)
+    def _begin(self) -> None:
+        """A new engine."""
+        self.epoch = 0
+        self.region = [GARBAGE] * self.rows
+        self.workers: list[WorkerJob] = []
+        self.queued: dict[str, Prompt] = {}  # wait for their turn
+        self.waiting: dict[str, Prompt] = {}
+        self.running: dict[str, Prompt] = {}  # have loaded and stored what they could, and may be preempted
+        self._since: dict[str, float] = {}  # request -> when it was first put off, since it last loaded anything
+        self._failed: dict[tuple[int, int | Key], float] = {}  # places of tiers that a load has failed at, and when
+        self._lost: dict[tuple[str, int], set[Key]] = {}  # by request and tier: what is behind a row that was missing
+        self.calls: list[WorkerJob] = []
+        self.getting: dict[str, Prompt] = {}  # calls that wait
+        self._uses: list[tuple[int, list[Row]]] = []  # by the engine at a tick, of rows of the host, not noted yet
+        self.retained: list[tuple[Row, float]] = []  # and until when each is not to be evicted
+        self._told_s = self.now  # the time of the supervisor's last turn that did not go to `_steps`
+        self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
+        self._stepping = 0  # the mover that they are of
+        self.core = self._start()
+        self._hold = HoldJudge(self.core, require)
+        self._measuring = MeasurementJudge(self.core, require)
         for tier in range(len(self.movers)):
             self._announce(tier)
-        return core
+
+    def _start(self) -> TierManager:
+        quotas = {"quotas": self.quotas} if self.quotas else {}
+        prefill = PrefillEstimate(self._tokens_per_s)
+        return self._make(self.rows, ROW_BYTES, self.specs, self.limits, prefill=prefill, **quotas)
 
     def _name(self, kind: str, chain: Sequence[Key], wishes: RequestWishes | None = None) -> str:
         """Of a new request, or call, that arrives with these wishes if there are any."""
@@ -1205,25 +1069,16 @@ class Simulation:
         places = list(enumerate(prompt.chain))
         if prompt.scan in {Scan.CHAIN, Scan.HYBRID}:
             return self._scan(name, prompt)
-        waits_for = (
-            prompt.chain if name in self._since else []
-        )  # its first look-up is told whether any of these is missing
+        # Its first look-up is told whether any of these is missing.
+        waits_for = prompt.chain if name in self._since else []
         for position, key in reversed(places) if prompt.scan is Scan.WINDOW else places:
             answer = look_up_key(self.core, key, name, None if prompt.scan is Scan.EACH else position, self.now)
             if answer is Lookup.PENDING:
                 put_off = True
-                since = self._since.setdefault(name, self.now)
-                require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
-                keys, waits_for = [key, *waits_for], []
-                known = any(key in self.core.host.index for key in keys)
-                known |= any(key in tier.index for tier in self.core.tiers for key in keys)
-                known |= not self._queued_keys().isdisjoint(keys)
-                known |= prompt.scan is Scan.EACH and (self._listing() or self._is_asked(name))
-                known |= self.core.events.unfinished
-                require(known or self._may_be_checked(since), "a request waits too long for a check")
+                self._check_wait(name, [key, *waits_for], prompt.scan is Scan.EACH)
+                waits_for = []
             elif answer is Lookup.HIT:
-                row = self.core.host.index[key].index
-                require(self.region[row] == Content(key, self.epoch), f"a hit on {key!r} gives {self.region[row]}")
+                self._check_hits([key])
                 hits.append(key)
             else:
                 given_up = self.now > self._since.get(name, self.now) + self.limits.wait_s
@@ -1267,19 +1122,17 @@ class Simulation:
             self._check_wait(name, [*prompt.chain, *own])
         return None
 
-    def _check_wait(self, name: str, keys: list[Key]) -> None:
-        """The request waits for some of these."""
+    def _check_wait(self, name: str, keys: list[Key], each: bool = False) -> None:
+        """The request waits for some of these, of `each` of which it is told."""
         since = self._since.setdefault(name, self.now)
         require(self.now <= since + self.limits.wait_s, "a request waits past its deadline")
         known = any(key in self.core.host.index for key in keys)
         known |= any(key in tier.index for tier in self.core.tiers for key in keys)
         known |= not self._queued_keys().isdisjoint(keys)
+        known |= each and (self._listing() or self._is_asked(name))
         known |= self.core.events.unfinished
-        require(known or self._may_be_checked(since), "a request waits too long for a check")
-
-    def _may_be_checked(self, since: float) -> bool:
-        """Whether a request that has waited since then may still wait for existence checks."""
-        return self.now <= since + self.limits.check_timeout_s + ROUNDING_S
+        asks = self.now <= since + self.limits.check_timeout_s + ROUNDING_S
+        require(known or asks, "a request waits too long for a check")
 
     def _check_hits(self, keys: list[Key]) -> None:
         for key in keys:
@@ -1325,7 +1178,6 @@ class Simulation:
                 self.deliver(tier)  # the supervisor's thread does not wait for the scheduler's step to end
             self.tick()
             rows = self.core.prepare_load(name, hits, self.now).rows
-            self._used(hits, name)
             self._since.pop(name, None)
             self._loaded(name)
             for row in rows:
@@ -1344,15 +1196,6 @@ class Simulation:
         else:
             self._finish(name)
         self.tick()
-
-    def _used(self, keys: Sequence[Key], name: str) -> None:
-        tick = inside.requests(self.core).by_name[name].tick
-        assert tick is not None
-        for tier in self.core.tiers:
-            used = self._used_of(tier.number)
-            for key in keys if tier.spec.physical_slots else ():
-                if key in tier.index.rows:
-                    used[key] = max(tick, used.get(key, 0))
 
     def _loaded(self, name: str) -> None:
         """What it lacks by now it may ask for anew."""
@@ -1389,15 +1232,12 @@ class Simulation:
             self.movers[tier].inbox.append(message)
 
     def _open_moves(self) -> list[tuple[int, SimulatedJob]]:
-        jobs = [(t, m) for t, mover in enumerate(self.movers) for m in mover.inbox if isinstance(m, SimulatedJob)]
-        return jobs + [
-            (t, m) for t, mover in enumerate(self.movers) for m in mover.finished if isinstance(m, SimulatedJob)
-        ]
+        sent = [(number, each) for number, mover in enumerate(self.movers) for each in (*mover.inbox, *mover.finished)]
+        return [(number, each) for number, each in sent if isinstance(each, SimulatedJob)]
 
     def _check_row(self, row: int, writing: bool, beside: tuple[int, int] | None = None) -> None:
         """Nothing else writes this row; and if it is to be written, nothing else reads it either."""
-        users: list[WorkerJob | StoreCall] = [*self.workers, *self.calls]
-        for job in users:
+        for job in (*self.workers, *self.calls):
             if row in job.rows:
                 require(not job.store and not writing, "a row is allocated while a worker or a call uses it")
         for tier, open_job in self._open_moves():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from nixl_tiers.base.chunk import Outcome
+from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core import rows as table
 from nixl_tiers.core.manager import TierManager
@@ -37,6 +38,15 @@ BEGIN: dict[str, Any] = {
     "rows": st.sampled_from(ROWS),
     "slots": st.sampled_from(SLOTS),
 }
+
+
+def chain_of(prompt: str) -> list[Key]:
+    return [prompt[: end + 1].encode() for end in range(len(prompt))]
+
+
+def picked(names: Collection[str], pick: int) -> list[str]:
+    """One of them, if there is any."""
+    return [sorted(names)[pick % len(names)]] if names else []
 
 
 class CascadeStateMachine(RuleBasedStateMachine):
@@ -75,32 +85,28 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, scan=SCANS, stays=RARELY, host_only=RARELY)
     def request(self, prompt: str, scan: Scan = Scan.CHAIN, stays: bool = False, host_only: bool = False) -> None:
-        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        self.simulation.request(chain, scan, stays=stays, host_only=host_only)
+        self.simulation.request(chain_of(prompt), scan, stays=stays, host_only=host_only)
 
     @rule(prompt=PROMPTS, stays=RARELY)
     def request_of_low_priority(self, prompt: str, stays: bool) -> None:
-        self.simulation.request([prompt[: end + 1].encode() for end in range(len(prompt))], stays=stays, low=True)
+        self.simulation.request(chain_of(prompt), stays=stays, low=True)
 
     @rule(prompt=PROMPTS, own=st.integers(1, 5), host_only=RARELY)
     def engine_has_the_beginning(self, prompt: str, own: int, host_only: bool) -> None:
         """Where `host_only`, another such request has stored it."""
-        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
         if host_only:
             self.traffic([prompt], host_only=True)
-        self.simulation.engine_uses(chain, own, host_only=host_only)
+        self.simulation.engine_uses(chain_of(prompt), own, host_only=host_only)
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3), ranks=st.lists(st.integers(0, 2), min_size=3, max_size=3))
     def arrive(self, prompts: list[str], ranks: list[int]) -> None:
         """Requests whose turn comes later."""
         for prompt, rank in zip(prompts, ranks, strict=False):
-            self.simulation.queue([prompt[: end + 1].encode() for end in range(len(prompt))], rank)
+            self.simulation.queue(chain_of(prompt), rank)
 
     @rule(pick=PICK, abort=RARELY)
     def turn_comes(self, pick: int, abort: bool) -> None:
-        names = sorted(self.simulation.queued)
-        if names:
-            name = names[pick % len(names)]
+        for name in picked(self.simulation.queued, pick):
             if abort:
                 self.simulation.abort(name)
             else:
@@ -108,15 +114,15 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def prefetch(self, prompt: str) -> None:
-        self.simulation.prefetch([prompt[: end + 1].encode() for end in range(len(prompt))])
+        self.simulation.prefetch(chain_of(prompt))
 
     @rule(prompt=PROMPTS, after_s=st.sampled_from([0.5, 3.0, RETAINED_S]))
     def prefetch_later(self, prompt: str, after_s: float) -> None:
-        self.simulation.prefetch_later([prompt[: end + 1].encode() for end in range(len(prompt))], after_s)
+        self.simulation.prefetch(chain_of(prompt), after_s)
 
     @rule(prompt=PROMPTS, ttl_s=st.sampled_from([0.5, 3.0, RETAINED_S]))
     def retain(self, prompt: str, ttl_s: float) -> None:
-        self.simulation.retain([prompt[: end + 1].encode() for end in range(len(prompt))], ttl_s)
+        self.simulation.retain(chain_of(prompt), ttl_s)
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
     def traffic(self, prompts: list[str], host_only: bool = False) -> None:
@@ -124,8 +130,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         for prompt in prompts:
             self.request(prompt, host_only=host_only)
             self.catch_up()
-            for name in sorted(self.simulation.waiting):
-                self.simulation.again(name)
+            self._all_come_back()
             self.catch_up()
 
     @rule()
@@ -141,9 +146,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, abort=st.booleans())
     def come_back(self, pick: int, abort: bool) -> None:
-        names = sorted(self.simulation.waiting)
-        if names:
-            name = names[pick % len(names)]
+        for name in picked(self.simulation.waiting, pick):
             if abort and pick % 4 == 0:
                 self.simulation.abort(name)
             else:
@@ -151,9 +154,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, abort=RARELY)
     def running_request_is_preempted(self, pick: int, abort: bool) -> None:
-        names = sorted(self.simulation.running)
-        if names:
-            name = names[pick % len(names)]
+        for name in picked(self.simulation.running, pick):
             if abort:
                 self.simulation.abort(name)
             else:
@@ -167,11 +168,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, store=st.booleans())
     def call(self, prompt: str, store: bool) -> None:
         """A thread without an engine begins to put or get the chunks of a prompt."""
-        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        if store:
-            self.simulation.put(chain)
-        else:
-            self.simulation.get(chain)
+        (self.simulation.put if store else self.simulation.get)(chain_of(prompt))
 
     @rule(pick=PICK, good=st.sampled_from([True, True, True, False]))
     def call_ends(self, pick: int, good: bool) -> None:
@@ -180,9 +177,8 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def call_comes_back(self, pick: int) -> None:
-        names = sorted(self.simulation.getting)
-        if names:
-            self.simulation.get_again(names[pick % len(names)])
+        for name in picked(self.simulation.getting, pick):
+            self.simulation.get_again(name)
 
     @rule(
         before=st.lists(PROMPTS, min_size=1, max_size=2),
@@ -220,7 +216,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, chunks=st.integers(1, 5), stale=RARELY)
     def another_engine_stores(self, prompt: str, chunks: int, stale: bool) -> None:
         """The front of a prompt, or, where `stale`, only its last chunk: the chain has a hole."""
-        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
+        chain = chain_of(prompt)
         self.simulation.other_stores(chain[-1:] if stale else chain[:chunks])
 
     @rule(tier=TIERS, count=st.integers(1, 4), told=st.booleans())
@@ -234,14 +230,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, count=st.integers(1, 4), wait_s=st.sampled_from([0.1, 1.0, 9.0]), told=st.booleans())
     def chain_vanishes(self, prompt: str, count: int, wait_s: float, told: bool) -> None:
         """Another engine's chain is found, and others delete its beginning before it is loaded."""
-        chain = [prompt[: end + 1].encode() for end in range(len(prompt))]
-        self.simulation.other_stores(chain)
+        self.simulation.other_stores(chain_of(prompt))
         self.request(prompt)
         for mover in range(len(self.simulation.movers)):
             self.simulation.mover_works(mover)
             self.simulation.deliver(mover)
-        for name in sorted(self.simulation.waiting):
-            self.simulation.again(name)
+        self._all_come_back()
         self.simulation.advance(wait_s)
         for tier in range(len(self.simulation.core.tiers)):
             self.others_delete(tier, count, told)
@@ -258,8 +252,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS)
     def deliver(self, tier: int) -> None:
-        mover = self._mover(tier)
-        self.simulation.deliver(mover)
+        self.simulation.deliver(self._mover(tier))
 
     @rule()
     def end_step(self) -> None:
@@ -271,15 +264,13 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, really=RARELY)
     def mover_dies(self, tier: int, really: bool) -> None:
-        mover = self._mover(tier)
         if really:
-            self.simulation.kill(mover)
+            self.simulation.kill(self._mover(tier))
 
     @rule(tier=TIERS, really=RARELY)
     def mover_hangs(self, tier: int, really: bool) -> None:
-        mover = self._mover(tier)
         if really:
-            self.simulation.hang(mover)
+            self.simulation.hang(self._mover(tier))
 
     @rule(
         tier=TIERS,
@@ -296,8 +287,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         for prompt in prompts:
             self.request(prompt)
         self.simulation.advance(seconds)
-        for name in sorted(self.simulation.waiting):
-            self.simulation.again(name)
+        self._all_come_back()
         self.simulation.heal(mover)
 
     @rule(tier=TIERS, really=RARELY, steps=st.integers(0, 2))
@@ -310,13 +300,11 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS)
     def mover_is_reaped(self, tier: int) -> None:
-        mover = self._mover(tier)
-        self.simulation.reap(mover)
+        self.simulation.reap(self._mover(tier))
 
     @rule(tier=TIERS)
     def dead_mover_reports(self, tier: int) -> None:
-        mover = self._mover(tier)
-        self.simulation.deliver_stale_result(mover)
+        self.simulation.deliver_stale_result(self._mover(tier))
 
     @rule(tier=TIERS, before=PROMPTS, after=PROMPTS, steps=st.integers(1, 3))
     def work_of_dead_mover_arrives(self, tier: int, before: str, after: str, steps: int) -> None:
@@ -335,14 +323,12 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, really=RARELY)
     def medium_fails(self, tier: int, really: bool) -> None:
-        mover = self._mover(tier)
         if really:
-            self.simulation.fail(mover)
+            self.simulation.fail(self._mover(tier))
 
     @rule(tier=TIERS)
     def medium_heals(self, tier: int) -> None:
-        mover = self._mover(tier)
-        self.simulation.heal(mover)
+        self.simulation.heal(self._mover(tier))
 
     @rule(tier=TIERS, prompt=PROMPTS)
     def traffic_hits_corrupt_row(self, tier: int, prompt: str) -> None:
@@ -352,8 +338,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
         self.simulation.rot_all(mover)
         self.request(prompt)
         self.catch_up()
-        for name in sorted(self.simulation.waiting):
-            self.simulation.again(name)
+        self._all_come_back()
         self.request(prompt)
 
     @rule(
@@ -384,8 +369,7 @@ class CascadeStateMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, pick=PICK)
     def medium_rots(self, tier: int, pick: int) -> None:
-        mover = self._mover(tier)
-        self.simulation.rot(mover, pick)
+        self.simulation.rot(self._mover(tier), pick)
 
     @rule(really=RARELY, keep=st.booleans())
     def reset(self, really: bool, keep: bool) -> None:
@@ -405,6 +389,10 @@ class CascadeStateMachine(RuleBasedStateMachine):
             self.simulation.crash()
             for prompt in prompts:
                 self.call(prompt, store=False)
+
+    def _all_come_back(self) -> None:
+        for name in sorted(self.simulation.waiting):
+            self.simulation.again(name)
 
     def _mover(self, tier: int) -> int:
         """One of the tier's, each in its turn."""

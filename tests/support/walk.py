@@ -1,4 +1,4 @@
-"""A random walk of the core's state machine, without hypothesis, and a trace of all that the core does on it.
+"""A walk of the core's state machine, without hypothesis, and a trace of all that the core does on it.
 
 The same seed takes the same walk in every process, so two traces differ only if the core does. Run as a program, it
 prints the trace: `python -m tests.support.walk SEED STEPS`.
@@ -6,78 +6,22 @@ prints the trace: `python -m tests.support.walk SEED STEPS`.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from random import Random
 from typing import ClassVar, Final
 
-from hypothesis.stateful import RULE_MARKER
-
-from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.core.announced import Announced
 from nixl_tiers.core.manager import TierManager
-from nixl_tiers.core.member import UNLIMITED
-from tests.support.simulation import MANY_TURNS, SOME_ROOM, Scan, Sent, SimulatedJob, Simulation
-from tests.support.stateful import ROWS, SLOTS, WRITES, CascadeStateMachine
+from tests.support.simulation import Sent, SimulatedJob, Simulation
+from tests.support.stateful import CascadeStateMachine
+from tests.support.steps import Step, steps_of
 
+STORED: Final = Path(__file__).parents[1] / "core/steps.toml"
 WALK: Final = 150  # steps until the next simulation begins
-
-
-def _prompt(random: Random) -> str:
-    return "".join(random.choices("ab", k=random.randint(1, 5)))
-
-
-def _prompts(random: Random) -> list[str]:
-    return [_prompt(random) for _ in range(random.randint(1, 3))]
-
-
-def _rarely(random: Random) -> bool:
-    return random.random() < 0.1
-
-
-ARGUMENTS: Final[dict[str, Callable[[Random], object]]] = {
-    "abort": _rarely,
-    "after_s": lambda random: random.choice([0.5, 3.0]),
-    "after": _prompt,
-    "before": _prompt,
-    "beside": _rarely,
-    "count": lambda random: random.randint(1, 4),
-    "chunks": lambda random: random.randint(1, 5),
-    "delivered": lambda random: random.random() < 0.5,
-    "ends": lambda random: random.randrange(32),
-    "good": lambda random: not _rarely(random),
-    "host_only": _rarely,
-    "keep": lambda random: random.random() < 0.5,
-    "keys": lambda random: random.randint(1, 3),
-    "own": lambda random: random.randint(1, 5),
-    "outcome": lambda random: random.choice([Outcome.OK] * 6 + [Outcome.FAILED, Outcome.NO_SPACE]),
-    "pick": lambda random: random.randrange(32),
-    "prompt": _prompt,
-    "prompts": _prompts,
-    "reset_among_calls.after": _prompts,
-    "reset_among_calls.before": _prompts,
-    "ranks": lambda random: random.choices(range(3), k=3),
-    "really": _rarely,
-    "room": lambda random: random.choice([1, SOME_ROOM, UNLIMITED, UNLIMITED]),
-    "rots": _rarely,
-    "row_s": lambda random: random.choice([4.0, 8.0]),
-    "scan": lambda random: random.choice(list(Scan)),
-    "seconds": lambda random: random.choice([0.1, 0.1, 0.4, 1.0, 6.0]),
-    "stale": _rarely,
-    "slow_tier_is_declined.ends": lambda random: random.choice(["aborted", "finished", "lives"]),
-    "stays": _rarely,
-    "steps": lambda random: random.randint(1, 4),
-    "store": lambda random: random.random() < 0.5,
-    "tier": lambda random: random.randrange(2),
-    "told": lambda random: random.random() < 0.5,
-    "ttl_s": lambda random: random.choice([0.5, 3.0, 20.0]),
-    "turns": lambda random: random.choice([1, 2, MANY_TURNS, MANY_TURNS]),
-    "wait_s": lambda random: random.choice([0.4, 1.5, 1.5, 6.0]),
-}
-"""How the walk draws an argument, by its name; or by its rule's too, where others mean something else by it."""
-
-OFTEN: Final = ("request", "traffic", "catch_up", "mover_works", "deliver", "worker_finishes", "end_step") * 4
 
 
 class TracedSimulation(Simulation):
@@ -109,38 +53,32 @@ class TracedStateMachine(CascadeStateMachine):
     simulation: TracedSimulation
 
 
+def walk(random: Random) -> Iterator[Step]:
+    """The steps that show planted bugs, over and over, in an order of chance: every event may follow every other."""
+    texts = [text for bugs in tomllib.loads(STORED.read_text()).values() for text in bugs.values()]
+    steps = [step for text in texts for step in steps_of(text)]
+    begins = [step for step in steps if step[0] == "begin"]
+    others = [step for step in steps if step[0] != "begin"]
+    while True:
+        yield random.choice(begins)
+        yield from random.choices(others, k=WALK)
+
+
 def trace(seed: int, steps: int) -> Iterator[str]:
     """What the core does on `steps` steps of a walk."""
-    random = Random(seed)
-    rules = {name: rule for name, rule in vars(CascadeStateMachine).items() if hasattr(rule, RULE_MARKER)}
-    parameters = {name: [*inspect.signature(rule).parameters][1:] for name, rule in rules.items()}
-    names = [*OFTEN, *rules]
-    machine = None
-    for step in range(steps):
-        if machine is None or step % WALK == 0:
-            if machine is not None:
-                machine.teardown()
+    machine = TracedStateMachine()
+    for number, (name, given) in enumerate(islice(walk(Random(seed)), steps)):
+        if name == "begin" and number:
+            machine.teardown()
             machine = TracedStateMachine()
-            machine.begin(
-                random.choice(WRITES),
-                random.choice([None, 0, 2]),
-                random.choice([256, 2, 3]),
-                random.choice([None, 5.0, 100.0]),
-                rows=random.choice(ROWS),
-                slots=random.choice(SLOTS),
-            )
-        name = random.choice(names)
-        drawn = {each: ARGUMENTS.get(f"{name}.{each}", ARGUMENTS[each])(random) for each in parameters[name]}
-        yield f"step {step}: {name} {drawn}"
-        getattr(machine, name)(**drawn)
+        yield f"step {number}: {name} {given}"
+        getattr(machine, name)(**given)
         yield from TracedSimulation.notes
         TracedSimulation.notes.clear()
-        core = machine.simulation.core
         yield f"announced {machine.simulation.announced.take()}"
-        yield f"samples {core.take_samples()}"
-        yield from (f"{name} {stats}" for name, stats in core.counters().items())
-    if machine is not None:
-        machine.teardown()
+        yield f"samples {machine.simulation.core.take_samples()}"
+        yield from (f"{name} {stats}" for name, stats in machine.simulation.core.counters().items())
+    machine.teardown()
 
 
 if __name__ == "__main__":

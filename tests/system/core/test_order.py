@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import walk
 
-STEPS = 4000
+STEPS = 2000
 HASH_SEEDS = ("1", "2")
 
 

@@ -52,7 +52,7 @@ HINTS: Final = "tests/vllm/test_hints.py"
 ELSEWHERE: Final[Mapping[Series, tuple[str, str]]] = {
     # A server must deny requests.
     ("storage", "denials"): ("tests/system/faults/test_s3.py", "test_missing_permission"),
-    ("storage", "dropped_denied"): ("tests/core/test_drops.py", "test_a_drop_is_counted_once_and_by_its_reason"),
+    ("storage", "dropped_denied"): ("tests/core/test_reasons.py", "test_a_drop_is_counted_once_and_by_its_reason"),
     # Memory comes before a scenario looks.
     (CPU, "ready_bytes"): ("tests/runtime/test_coordinator.py", "test_rows_are_used_as_far_as_their_memory_is_there"),
     # Only vLLM's requests carry hints; its face counts them.
