@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from importlib import metadata
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-import yaml
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
@@ -177,13 +175,6 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path, sources: set[str]) 
     assert libraries == {f"nixl_tiers/{name}.abi3.so" for name in folders}
 
 
-def test_one_wheel_serves_every_python(wheel: Path) -> None:
-    tags = parse_wheel_filename(wheel.name)[3]
-    assert {(tag.interpreter, tag.abi) for tag in tags} == {("cp311", "abi3")}
-    if "NIXL_TIERS_DIST" in os.environ:
-        assert all(tag.platform.startswith("manylinux_") for tag in tags), "an index takes no other wheels for Linux"
-
-
 @pytest.mark.slow
 def test_same_archives_from_another_directory(built: Path, tmp_path: Path) -> None:
     """Of the sdist, later, with another umask. Not shown: with another compiler or setuptools, and the kernels."""
@@ -215,20 +206,6 @@ def test_metadata_has_what_an_index_shows(dist: Path, wheel: Path) -> None:
             "a release says what is new"
         )
         assert ".invalid" not in fields.as_string(), "a release says where the project lives: [project.urls]"
-
-
-def test_links_of_the_readme_are_absolute_in_an_index(wheel: Path) -> None:
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
-    assert all(url.startswith(urls["Repository"]) for url in urls.values()), "the project has one home"
-    version = parse_wheel_filename(wheel.name)[1]
-    tree = f"{urls['Repository']}/blob/{f'v{version}' if released(version) else 'main'}/"
-    text = metadata_of(wheel).get_payload()
-    assert isinstance(text, str)
-    links = re.findall(r"\]\(([^)]*)\)", text)
-    assert [link for link in links if not link.startswith("https://")] == []
-    ours = [link.removeprefix(tree).partition("#")[0] for link in links if link.startswith(urls["Repository"])]
-    assert ours
-    assert [name for name in ours if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.slow
@@ -297,17 +274,6 @@ def test_image_can_be_built(tree: Path, tmp_path: Path) -> None:
     assert (python.parent / "nixl-tiers").exists()
 
 
-def test_tree_without_git_can_be_installed_editable(empty: Path, tree: Path, tmp_path: Path) -> None:
-    """As `make setup` does."""
-    flags = ("--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "site")
-    run(sys.executable, "-m", "pip", "install", *flags, "--editable", tree, cwd=tmp_path)
-    assert list((tmp_path / "site").glob("__editable__*"))
-    where = "import site; site.addsitedir('site'); import nixl_tiers as n; print(n.__file__, n.__version__)"
-    file, version = run(empty, "-I", "-S", "-c", where, cwd=tmp_path).split()
-    assert Path(file) == tree / "nixl_tiers/__init__.py"
-    assert Version(version) == UNKNOWN
-
-
 def test_versions_come_from_tags(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
 
@@ -326,47 +292,3 @@ def test_versions_come_from_tags(tmp_path: Path) -> None:
     git("commit", "-q", "--allow-empty", "-m", "next")
     assert Version("1.2.3") < version() < Version("1.2.4")
     assert version().local is not None
-
-
-def test_workflows_and_issue_forms_name_what_there_is() -> None:
-    """That GitHub takes them is not shown: `check-jsonschema --builtin-schema vendor.github-workflows`, by hand."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for path in (ROOT / ".github/workflows").iterdir():
-        text = re.sub(r"#.*", "", path.read_text())
-        called, scripts = set(re.findall(r"\bmake ([a-z-]+)", text)), re.findall(r"run: (\.\S+)", text)
-        assert called or scripts
-        assert called <= targets, path
-        assert all(os.access(ROOT / each, os.X_OK) for each in scripts)
-    form = (ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text()
-    commands = set(re.findall(r"label: nixl-tiers (\w+) --json", form))
-    assert commands == {"doctor", "report"}
-    described = (ROOT / "docs/reference/command-line.md").read_text().split("### `nixl-tiers ")
-    assert {text.partition("`")[0] for text in described if "--json" in text} >= commands
-
-
-def test_only_a_tag_publishes_and_one_job_may() -> None:
-    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    assert release["permissions"] == {}
-    writing = {name for name, job in release["jobs"].items() if "write" in job["permissions"].values()}
-    assert writing == {"publish"}
-    assert release["jobs"]["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
-    assert release["jobs"]["publish"]["environment"] == "pypi"
-
-
-def test_changelog_keeps_its_format() -> None:
-    """Keep a Changelog 1.1: what is not released first, then versions with dates, newest first; one section a kind."""
-    text = (ROOT / "CHANGELOG.md").read_text()
-    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert titles[0].strip("[]") == "Unreleased"
-    entries = [
-        re.fullmatch(r"\[?(\d+\.\d+\.\d+\S*?)\]? - (\d{4}-\d\d-\d\d)( \[YANKED\])?", title) for title in titles[1:]
-    ]
-    assert None not in entries
-    versions = [(Version(match[1]), match[2]) for match in entries if match]
-    assert versions == sorted(versions, reverse=True)
-    for entry in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
-        kinds = re.findall(r"^### (.*)$", entry, re.MULTILINE)
-        assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-        assert len(kinds) == len(set(kinds))
-        for lines in re.split(r"^### .*$", entry, flags=re.MULTILINE)[1:]:
-            assert all(re.match(r"- \S|  \S|$", line) for line in lines.splitlines()), "a section is a list"

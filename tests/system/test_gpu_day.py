@@ -103,10 +103,3 @@ def test_a_section_that_hangs_or_crashes_ends_itself_alone_and_keeps_its_figures
     assert not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text()
     assert "case_hangs.py" in (tmp_path / "log.txt").read_text(), "where it was"
     assert set(report.broken) == {"case_crashes", "case_dies", "case_hangs"}
-
-
-def test_sections_that_do_not_fit_are_skipped_and_named(tmp_path: Path) -> None:
-    sections = [Section("case_late", "late", 60.0)]
-    report = Report(tmp_path / "report.json", {}, sections)
-    run(sections, report, tmp_path / "log.txt", total_s=1.0, environment={})
-    assert report.sections["case_late"]["status"].startswith("skipped: of 1 s for all sections")

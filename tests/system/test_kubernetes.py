@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import jsonschema
 import pytest
 import yaml
 
@@ -29,72 +28,6 @@ GUIDE: Final = ROOT / "docs/guide/deploy.md"
 PAGES: Final = (GUIDE, ROOT / "docs/guide/kubernetes.md")
 ENGINES: Final = ("base", "hostpath", "ephemeral", "retained", "routing")
 """What has pods."""
-
-
-def fields(required: str = "", **properties: Any) -> dict[str, Any]:
-    """Of a schema: an object with these fields and no others."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": required.split(),
-        "properties": properties,
-    }
-
-
-TEXT: Final = {"type": "string"}
-LABELS: Final = {"type": "object", "additionalProperties": TEXT}
-DURATION: Final = {"type": "string", "pattern": r"^(\d+[smhd])+$"}
-METADATA: Final = fields("name", name={"type": "string", "pattern": "^[a-z0-9-]+$"}, labels=LABELS)
-
-
-def custom(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    version = {"const": "monitoring.coreos.com/v1"}
-    return fields(
-        "apiVersion kind metadata spec", apiVersion=version, kind={"const": kind}, metadata=METADATA, spec=spec
-    )
-
-
-# The fields that are used here, of the Prometheus operator's definitions, which are in no package.
-CUSTOM: Final = {
-    "ServiceMonitor": custom(
-        "ServiceMonitor",
-        fields(
-            "selector endpoints",
-            selector=fields("matchLabels", matchLabels=LABELS),
-            scrapeProtocols={"type": "array", "items": {"enum": ["PrometheusText0.0.4"]}},
-            endpoints={
-                "type": "array",
-                "minItems": 1,
-                "items": fields("port", port=TEXT, path=TEXT, interval=DURATION, scheme=TEXT),
-            },
-        ),
-    ),
-    "PrometheusRule": custom(
-        "PrometheusRule",
-        fields(
-            "groups",
-            groups={
-                "type": "array",
-                "items": fields(
-                    "name rules",
-                    name=TEXT,
-                    rules={
-                        "type": "array",
-                        "minItems": 1,
-                        "items": fields(
-                            "alert expr",
-                            alert=TEXT,
-                            expr=TEXT,
-                            labels=LABELS,
-                            annotations=LABELS,
-                            **{"for": DURATION},
-                        ),
-                    },
-                ),
-            },
-        ),
-    ),
-}
 
 
 def by_kind(name: str) -> dict[str, dict[str, Any]]:
@@ -148,53 +81,48 @@ def size(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
 
 
-def test_every_kustomization_is_rendered() -> None:
-    assert {file.parent for file in KUBERNETES.rglob("kustomization.yaml")} == set(map(folder, NAMES))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_published_schemas_take_it(name: str) -> None:
+    """Not those of the Prometheus operator, which are in no package."""
     validator = pytest.importorskip("kubernetes_validate")
     for part in rendered(name):
-        if part["kind"] in CUSTOM:
-            jsonschema.validate(part, CUSTOM[part["kind"]])
-        else:
+        if "coreos" not in part["apiVersion"]:
             validator.validate(part, validator.latest_version(), strict=True)
 
 
-def test_schemas_refuse_what_is_wrong() -> None:
-    validator = pytest.importorskip("kubernetes_validate")
-    service = by_kind("base")["Service"]
-    with pytest.raises(validator.ValidationError):
-        validator.validate({**service, "spec": {**service["spec"], "port": 1}}, validator.latest_version(), strict=True)
-    for kind, part in by_kind("monitoring").items():
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**part, "spec": {**part["spec"], "interval": "15s"}}, CUSTOM[kind])
-
-
 @pytest.mark.parametrize("name", ENGINES)
-def test_configuration_is_valid_and_shares_one_prefix(config: Any, name: str) -> None:
+def test_pod_fits_its_configuration(config: Any, name: str) -> None:
+    """Volumes, memory, and the time to finish requests and flush rows, of which vLLM gives an engine none without
+    --shutdown-timeout."""
     assert warnings_of(config) == []
     *disks, objects = config.storage
     assert isinstance(objects, schema.S3Config)
     assert objects.prefix
     assert [disk.require_mount for disk in disks] == [True] * (name != "base")
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_mount_has_a_volume_and_the_doctor_sees_every_tier(config: Any, name: str) -> None:
-    pod = pod_of(name)
-    volumes = volumes_of(name)
+    engine, pod, volumes = engine_of(name), pod_of(name), volumes_of(name)
     (doctor,) = pod["initContainers"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in engine_of(name)["volumeMounts"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in engine["volumeMounts"]}
     assert set(mounts.values()) == set(volumes)
     seen = {mount["mountPath"]: mount["name"] for mount in doctor["volumeMounts"]}
     assert seen.items() <= mounts.items()
-    assert {"/etc/kv", *(str(disk.path.parent) for disk in config.storage[:-1])} <= set(seen)
+    assert {"/etc/kv", *(str(disk.path.parent) for disk in disks)} <= set(seen)
     assert {"name": "kv-s3"} in [source["secretRef"] for source in doctor["envFrom"]]
-    assert doctor["image"] == engine_of(name)["image"]
-    assert doctor["resources"]["limits"]["memory"] == engine_of(name)["resources"]["limits"]["memory"]
+    assert doctor["image"] == engine["image"]
     assert volumes[mounts["/etc/kv"]]["configMap"]["name"] == by_kind(name)["ConfigMap"]["metadata"]["name"]
+    for kv in (volumes[each] for each in ("kv",) if name in ("ephemeral", "retained", "routing")):
+        claim = (kv["claim"] if name == "retained" else kv["ephemeral"]["volumeClaimTemplate"])["spec"]
+        assert disks[0].capacity < 0.95 * size(claim["resources"]["requests"]["storage"]), "beside `min_free`"
+    resources = engine["resources"]
+    shared = sum(
+        size(each["emptyDir"]["sizeLimit"]) for each in pod["volumes"] if each.get("emptyDir", {}).get("medium")
+    )
+    assert shared
+    assert size(resources["limits"]["memory"]) >= config.cpu.capacity + shared + ENGINE_BYTES
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == doctor["resources"]["limits"]["memory"]
+    timeout_s = int(argument(name, "--shutdown-timeout"))
+    assert config.flush_on_exit_s + 60 <= timeout_s
+    _, before_s = engine["lifecycle"]["preStop"]["exec"]["command"]
+    assert timeout_s + int(before_s) + 10 < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize(("exit_code", "starts"), [(0, True), (1, True), (2, False)])
@@ -221,13 +149,6 @@ def test_hostpath_is_the_nodes_own_and_must_be_mounted(config: Any, name: str) -
     assert deployment["strategy"]["rollingUpdate"]["maxSurge"] == 0
 
 
-@pytest.mark.parametrize("name", ["ephemeral", "retained", "routing"])
-def test_a_pods_own_volume_holds_its_tier(config: Any, name: str) -> None:
-    kv = volumes_of(name)["kv"]
-    claim = (kv["claim"] if name == "retained" else kv["ephemeral"]["volumeClaimTemplate"])["spec"]
-    assert config.storage[0].capacity < 0.95 * size(claim["resources"]["requests"]["storage"]), "beside `min_free`"
-
-
 @pytest.mark.parametrize("name", ENGINES)
 def test_pods_are_what_the_restricted_pod_security_standard_takes(name: str) -> None:
     """But for hostPath, which no standard but `privileged` takes."""
@@ -242,50 +163,13 @@ def test_pods_are_what_the_restricted_pod_security_standard_takes(name: str) -> 
         home = {each["name"]: each.get("value") for each in container["env"]}
         assert home["HOME"] in {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
         assert home["USER"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert "HF_HOME" not in home or mounts[home["HF_HOME"]] != mounts[home["HOME"]], "a claim may hold it"
     kinds = {kind for volume in volumes_of(name).values() for kind in volume if kind != "name"}
     assert kinds - {"hostPath"} <= {"configMap", "emptyDir", "ephemeral", "claim"}
     assert ("hostPath" in kinds) is (name == "hostpath")
     assert not pod["automountServiceAccountToken"]
     assert not pod.get("hostNetwork")
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_memory_limit_holds_the_region_and_the_engine(config: Any, name: str) -> None:
-    resources = engine_of(name)["resources"]
-    volumes = pod_of(name)["volumes"]
-    shared = sum(size(each["emptyDir"]["sizeLimit"]) for each in volumes if each.get("emptyDir", {}).get("medium"))
-    assert shared
-    assert size(resources["limits"]["memory"]) >= config.cpu.capacity + shared + ENGINE_BYTES
-    assert resources["requests"]["memory"] == resources["limits"]["memory"]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_requests_finish_and_rows_are_flushed_before_the_pod_is_killed(config: Any, name: str) -> None:
-    """vLLM gives an engine no time at all without --shutdown-timeout, whatever the pod's grace period."""
-    timeout_s = int(argument(name, "--shutdown-timeout"))
-    assert config.flush_on_exit_s + 60 <= timeout_s
-    _, before_s = engine_of(name)["lifecycle"]["preStop"]["exec"]["command"]
-    assert timeout_s + int(before_s) + 10 < pod_of(name)["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_rollout_waits_for_as_long_as_a_pod_may_take_to_start(name: str) -> None:
-    probe = engine_of(name)["startupProbe"]
-    starts_s = probe["periodSeconds"] * probe["failureThreshold"]
-    if name == "retained":  # which has no deadline
-        assert set_of(name)["podManagementPolicy"] == "Parallel"
-    else:
-        assert set_of(name)["progressDeadlineSeconds"] >= starts_s + 600
-    (minutes,) = re.findall(r"rollout status .*--timeout=(\d+)m", GUIDE.read_text())
-    assert 60 * int(minutes) >= starts_s + 600
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_hubs_files_are_apart_from_what_runs_on_the_gpu(name: str) -> None:
-    """So a claim that all pods can write to may hold them."""
-    env = {each["name"]: each.get("value") for each in engine_of(name)["env"]}
-    mounts = {mount["mountPath"]: mount["name"] for mount in engine_of(name)["volumeMounts"]}
-    assert mounts[env["HF_HOME"]] != mounts[env["HOME"]]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -388,7 +272,6 @@ def test_guide_names_what_was_not_run() -> None:
     programs = {
         re.sub(r"^(?:\w+=\$\(|(?:\w+=\S+ )+)", "", line).split()[0] for line in blocks.splitlines() if line.strip()
     }
-    # tests/system/test_image.py builds with the words of `docker build`, and sends the prompt.
     assert programs == {"curl", "docker", "kubectl", "yes"}
     assert "`docker build`" in not_run
     assert "`docker compose`" in not_run
@@ -434,84 +317,53 @@ PATCHES: Final = {
 }
 
 
-@pytest.fixture
-def patched(what: str, name: str, tmp_path: Path) -> dict[str, Any]:
-    """The pod of an overlay with a patch of the guide, and its set's claims."""
-    resource = name if name == "base" else f"overlays/{name}"
-    patches = [each for each in PATCHES[what] if "target" in each or name != "retained"]  # a target may match none
-    made = overlaid(tmp_path, {"resources": [f"kubernetes/{resource}"], "patches": patches})
-    spec: dict[str, Any] = made["StatefulSet" if name == "retained" else "Deployment"]["spec"]
-    return spec["template"]["spec"] | {"claims": spec.get("volumeClaimTemplates", [])}
-
-
-@pytest.mark.parametrize(
-    ("what", "name"), [("the volume of `ephemeral`", "ephemeral"), ("the volume of `retained`", "retained")]
-)
-def test_patch_gives_the_volume_another_class_and_size(what: str, name: str, patched: dict[str, Any]) -> None:
-    kept = [each["spec"] for each in patched["claims"]]
-    own = [each["ephemeral"]["volumeClaimTemplate"]["spec"] for each in patched["volumes"] if "ephemeral" in each]
-    (claim,) = (*kept, *own)
-    assert claim["storageClassName"] == "topolvm"
-    assert claim["resources"] == {"requests": {"storage": "800Gi"}}
-    assert claim["accessModes"] == ["ReadWriteOnce"]
-
-
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("what", ["the hub's files on a claim, ReadWriteMany, that all pods mount"])
-def test_patch_has_all_pods_mount_a_claim_for_the_hubs_files(what: str, name: str, patched: dict[str, Any]) -> None:
-    (models,) = (each for each in patched["volumes"] if each["name"] == "models")
+def test_patches_of_the_guide_change_what_they_say(name: str, tmp_path: Path) -> None:
+    left = dict(PATCHES)
+
+    def patched(what: str) -> Any:
+        """The pod with a patch of the guide, and its set's claims."""
+        patches = [each for each in left.pop(what) if "target" in each or name != "retained"]  # a target may match none
+        resource = name if name == "base" else f"overlays/{name}"
+        made = overlaid(tmp_path / what, {"resources": [f"kubernetes/{resource}"], "patches": patches})
+        spec = made["StatefulSet" if name == "retained" else "Deployment"]["spec"]
+        return spec["template"]["spec"] | {"claims": spec.get("volumeClaimTemplates", [])}
+
+    pod = patched("the hub's files on a claim, ReadWriteMany, that all pods mount")
+    (models,) = (each for each in pod["volumes"] if each["name"] == "models")
     assert models == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
 
+    pod = patched("without the doctor")
+    assert "initContainers" not in pod
+    assert pod["containers"] == pod_of(name)["containers"]
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("what", ["without the doctor"])
-def test_patch_removes_the_doctor(what: str, name: str, patched: dict[str, Any]) -> None:
-    assert "initContainers" not in patched
-    assert patched["containers"] == pod_of(name)["containers"]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("what", ["without tiers"])
-def test_patch_removes_tiers_and_nothing_else(what: str, name: str, patched: dict[str, Any]) -> None:
-    """And the command for an incident is the same."""
-    assert "initContainers" not in patched
+    (text,) = (each["patch"] for each in left["without tiers"])
+    (command,) = (each for each in commands() if verb(each) == "patch")
+    assert json.loads(command[-1].removeprefix("-p=")) == yaml.safe_load(text), "the command for an incident"
+    pod = patched("without tiers")
+    assert "initContainers" not in pod
     given = argument(name, "--kv-transfer-config")
     args = [each for each in engine_of(name)["args"] if each not in ("--kv-transfer-config", given)]
-    (engine,) = patched["containers"]
-    assert engine == {**engine_of(name), "args": args}
-    (command,) = (each for each in commands() if verb(each) == "patch")
-    (text,) = (each["patch"] for each in PATCHES[what])
-    assert json.loads(command[-1].removeprefix("-p=")) == yaml.safe_load(text)
+    assert pod["containers"] == [{**engine_of(name), "args": args}]
 
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("what", ["credentials from a file"])
-def test_patch_has_credentials_from_a_file_in_both_containers(what: str, name: str, patched: dict[str, Any]) -> None:
+    pod = patched("credentials from a file")
     (file,) = re.findall(r"`credentials_file: (\S+)`", PAGES[1].read_text())
-    (secret,) = (each for each in patched["volumes"] if "secret" in each)
+    (secret,) = (each for each in pod["volumes"] if "secret" in each)
     (create,) = (each for each in commands() if verb(each) == "create" and "--from-file=credentials" in each)
     assert secret["secret"]["secretName"] in create
-    for container in (*patched["initContainers"], *patched["containers"]):
+    for container in (*pod["initContainers"], *pod["containers"]):
         (mount,) = (each for each in container["volumeMounts"] if each["name"] == secret["name"])
         assert f"{mount['mountPath']}/credentials" == file
         assert "subPath" not in mount, "which is never updated"
         assert "kv-s3" not in [each["secretRef"]["name"] for each in container.get("envFrom", ())]
-    assert patched["containers"][0]["envFrom"] == [{"secretRef": {"name": "hf-token", "optional": True}}]
 
-
-def test_every_patch_of_the_guide_is_tested() -> None:
-    tested = {"without the doctor", "without tiers", "credentials from a file"}
-    tested |= {"the volume of `ephemeral`", "the volume of `retained`"}
-    assert set(PATCHES) == tested | {"the hub's files on a claim, ReadWriteMany, that all pods mount"}
-
-
-def test_budget_of_the_guide_is_of_these_pods() -> None:
-    validator = pytest.importorskip("kubernetes_validate")
-    (budget,) = (
-        read for block in blocks_of("yaml", PAGES[1]) if "policy/v1" in block for read in [yaml.safe_load(block)]
-    )
-    validator.validate(budget, validator.latest_version(), strict=True)
-    assert budget["spec"]["selector"] == set_of("base")["selector"]
+    assert set(left) == {"the volume of `ephemeral`", "the volume of `retained`"}
+    if name in ("ephemeral", "retained"):
+        pod = patched(f"the volume of `{name}`")
+        own = [each["ephemeral"]["volumeClaimTemplate"] for each in pod["volumes"] if "ephemeral" in each]
+        (claim,) = (each["spec"] for each in (*pod["claims"], *own))
+        assert claim["storageClassName"] == "topolvm"
+        assert claim["resources"] == {"requests": {"storage": "800Gi"}}
 
 
 def test_router_and_engines_agree() -> None:

@@ -6,21 +6,18 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import yaml
 
 import nixl_tiers
 from nixl_tiers.base.metrics import INFO, INFO_LABELS, METRICS, PREFIX, Kind
 from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from tests.support.dashboard import DASHBOARD, ROOT, RULES, firing, panels, queries, rules, still_unchanged, within
+from tests.support.dashboard import ROOT, firing, panels, queries, rules, still_unchanged, within
 from tests.support.file_tier import file_tier
 from tests.support.load import LoadGenerator
 from tests.support.metrics_page import ENGINE, StorePage, served
@@ -103,53 +100,6 @@ def test_dashboard_shows_what_an_operator_asks_first() -> None:
     assert set(re.findall(rf"{PREFIX}(\w+)", expressions)) >= asked
 
 
-def test_dashboard_is_what_grafana_takes() -> None:
-    """Grafana's own classes, made from its schema, read all of it: what they do not know would be lost on the way."""
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="needs grafana-foundation-sdk")
-    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
-    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
-    plugins.register_default_plugins()
-    raw = json.loads(DASHBOARD.read_text())
-    read = json.loads(json.dumps(models.Dashboard.from_json(raw), cls=encoder.JSONEncoder))
-    assert list(lost(raw, read)) == []
-
-
-def lost(raw: Any, read: Any, path: str = "") -> Iterator[str]:
-    """What is in `raw` and not in `read`."""
-    if isinstance(raw, dict) and isinstance(read, dict):
-        for key, value in raw.items():
-            yield from lost(value, read[key], f"{path}/{key}") if key in read else [f"{path}/{key}"]
-    elif isinstance(raw, list) and isinstance(read, list) and len(raw) == len(read):
-        for place, (one, other) in enumerate(zip(raw, read, strict=True)):
-            yield from lost(one, other, f"{path}/{place}")
-    elif raw != read:
-        yield path
-
-
-def test_panels_fill_the_grid_and_do_not_overlap() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
-        grid = panel["gridPos"]
-        cells = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
-        assert not cells & taken
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-
-
-def test_provisioning_is_where_compose_mounts_it() -> None:
-    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    assert source["type"] == "prometheus"
-    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/nixl-tiers.yaml").read_text())["providers"]
-    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
-    mounts = dict(volume.removesuffix(":ro").split(":") for volume in services["grafana"]["volumes"])
-    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
-    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    mounts = dict(volume.removesuffix(":ro").split(":") for volume in services["prometheus"]["volumes"])
-    settings = yaml.safe_load((ROOT / "docker/prometheus/prometheus.yml").read_text())
-    assert settings["rule_files"] == [mounts["./prometheus/nixl-tiers.rules.yml"]]
-    assert source["url"] == "http://prometheus:9090"
-
-
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 def test_alert_has_a_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"warning", "info"}
@@ -160,15 +110,6 @@ def test_alert_has_a_runbook(rule: dict[str, Any]) -> None:
     assert "**Do**" in section
     if rule["alert"] != ABSENT:  # of which there is nobody to name
         assert "$labels" in rule["annotations"]["summary"]
-
-
-def test_promtool_takes_the_rules() -> None:
-    tool = program("promtool")
-    if tool is None:
-        pytest.skip("needs promtool (Debian's package prometheus)")
-    done = subprocess.run([tool, "check", "rules", str(RULES)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(rules())} rules found" in done.stdout
 
 
 def kill_movers(store: nixl_tiers.TieredStore) -> None:
