@@ -1,4 +1,4 @@
-"""README and guide: examples are read without a warning, quoted lines are those of the code."""
+"""README, guide and examples/: configurations are read without a warning, quoted lines are those of the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import re
-import shlex
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -20,13 +20,14 @@ from nixl_tiers.cli import main
 from nixl_tiers.config import schema
 from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig
 from nixl_tiers.config.warnings import warnings_of
-from tests.support import vllm_cpu
 
 ROOT: Final = Path(__file__).parents[1]
 GUIDE: Final = ROOT / "docs/guide"
 PAGES: Final = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
 CPU: Final = {"type": "cpu", "capacity": "1GiB"}
 POINTED: Final = "/etc/kv/tiers.yaml"  # the file that examples name instead of tiers
+EXAMPLES: Final = ROOT / "examples"
+CONFIGS: Final = sorted((EXAMPLES / "configs").iterdir())
 MODELS: Final = (CpuConfig, TiersConfig, FileConfig, S3Config)
 
 
@@ -87,11 +88,6 @@ def test_policy_of_a_shared_prefix_has_the_rights_that_are_listed() -> None:
     assert len(given) == 5
 
 
-def test_examples_are_found() -> None:
-    assert len(list(examples(PAGES[0].read_text()))) == 1
-    assert sum(len(list(examples(page.read_text()))) for page in PAGES) >= 10
-
-
 def test_output_of_config_in_the_first_run_is_what_it_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,13 +102,6 @@ def test_output_of_config_in_the_first_run_is_what_it_prints(
     printed = [line.rstrip() for line in capsys.readouterr().out.replace(str(file), POINTED).splitlines()]
     for line in filter(None, shown.splitlines()):
         assert line == "..." or any(each.startswith(line) for each in printed), line
-
-
-def test_server_without_a_gpu_is_that_of_the_demo() -> None:
-    page = (GUIDE / "start.md").read_text()
-    assert f'MODEL="$PWD/{vllm_cpu.cache_directory().name}/model/{vllm_cpu.MODEL}"' in page
-    (words,) = re.findall(r'serve\(\) { python (.*) "\$@"; }', page)
-    assert shlex.split(words) == vllm_cpu.serve_command(Path("$MODEL"))[1:]
 
 
 def test_every_field_is_in_the_guide() -> None:
@@ -142,3 +131,21 @@ def test_every_line_that_troubleshooting_quotes_is_in_the_code() -> None:
     assert len(found) > 70
     # A metric is declared without what Prometheus adds to it.
     assert [quote for quote in found if re.sub(r"_total(\{.*\})?$", "", quote) not in known] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configuration_is_accepted_and_not_warned_of(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command that `examples/README.md` has."""
+    assert main(["config", "--elsewhere", str(path)]) == 0, capsys.readouterr()
+    assert capsys.readouterr().out.startswith("the configuration is valid\n")
+
+
+def test_page_has_every_configuration() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert len(CONFIGS) >= 6
+    assert [path.name for path in CONFIGS if f"`{path.name}`" not in page] == []
+
+
+def test_offline_example_gives_vllm_a_configuration_that_is_read() -> None:
+    transfer = runpy.run_path(str(EXAMPLES / "offline.py"))["kv_transfer"](str(EXAMPLES / "configs/laptop.json"))
+    assert [tier.type for tier in schema.load(json.dumps(transfer)).tiers] == ["cpu", "file"]

@@ -30,7 +30,7 @@ LONG: Final = (
     "tests/system/integration/test_exits.py",
     "tests/system/tiers/gds/test_conformance.py",
     "tests/system/core/test_order.py",
-    "tests/vllm/test_compat.py",
+    "tests/vllm/test_contract.py",
     "tests/core/test_crossover.py",
     "tests/system/test_monitoring.py",
     "tests/system/test_dist.py",

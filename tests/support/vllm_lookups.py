@@ -45,11 +45,13 @@ class VllmLookups:
         side._chunks_being_loaded = set()
         side._events_tracker = OffloadingEventsTracker(SimpleNamespace(enable_kv_cache_events=False))
 
-    def request(self, name: str, hashes: Sequence[bytes], **parameters: Any) -> Any:
+    def request(self, name: str, hashes: Sequence[bytes], tokens: int | None = None, **parameters: Any) -> Any:
         """A new request whose prompt's chunks have these hashes, and a token more; its `kv_transfer_params`."""
+        tokens = TOKENS * len(hashes) + 1 if tokens is None else tokens
         request = SimpleNamespace(
             request_id=name,
-            num_tokens=TOKENS * len(hashes) + 1,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
             block_hashes=list(hashes),
             kv_transfer_params=parameters or None,
         )

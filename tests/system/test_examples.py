@@ -1,26 +1,22 @@
-"""examples/: every configuration is one that `nixl-tiers config` accepts without a warning, and every script runs."""
+"""examples/ and the Python example of the documents run."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
 import pytest
 import yaml
 
-import nixl_tiers
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
 from tests.support.kubernetes import folder, render, rendered
-from tests.support.servers import MotoServer
-from tests.support.waiting import until, until_up
-from tests.test_examples import EXAMPLES, ROOT
+from tests.test_guide import EXAMPLES, ROOT
 
 CHUNK: Final = 100_000
 
@@ -42,39 +38,18 @@ def test_store_finds_in_a_second_process_what_the_first_has_put(tmp_path: Path) 
     assert run() == "16 found, 0 computed\n"
 
 
-def test_two_stores_with_the_same_bucket_find_each_others_chunks(
-    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the file that `examples/README.md` gives to two engines."""
-    for name, value in moto.env.items():
-        monkeypatch.setenv(name, value)
-    config = json.loads((EXAMPLES / "configs/diskless-s3.json").read_text())
-    config["tiers"][0]["capacity"] = "4MiB"
-    config["tiers"][1] |= {"bucket": moto.make_bucket("examples"), "endpoint": moto.endpoint}
-    config |= {"wait_s": 120}
-    row = np.arange(CHUNK, dtype=np.uint32).astype(np.uint8)[None]
-    tries = itertools.count(1)
-    with nixl_tiers.open(config, CHUNK, "n") as one, nixl_tiers.open(config, CHUNK, "n") as other:
-        until_up(one, other)
-
-        def uploads() -> bool:
-            """Before there is an account of the prefix, nothing is written there."""
-            one.put([b"%d" % next(tries)], row)
-            return one.flush(10) and one.stats()["s3"]["rows"] > 0
-
-        until(uploads, "the account of the prefix")
-        key = b"%d" % (next(tries) - 1)
-        found = np.zeros_like(row)
-        until(lambda: other.get([key], found) == [True], "the other engine's chunk")
-        assert (found == row).all()
-        assert other.stats()["s3"]["hits"] == 1
-
-
-def test_eight_pods_are_rendered() -> None:
-    (pods,) = (part for part in render(EXAMPLES / "eight-pods") if part["kind"] == "StatefulSet")
-    assert pods["spec"]["replicas"] == 8
-    (container,) = pods["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == "registry.corp/vllm-nixl-tiers:1"
+def test_python_example_runs_when_pasted(tmp_path: Path) -> None:
+    """As it is printed, but for the directory and the sizes."""
+    page = (ROOT / "docs/reference/python-api.md").read_text()
+    (code,) = re.findall(r"```python\n(import .*?)```", page, re.DOTALL)
+    code, changed = re.subn(
+        r'"/[\w/]+", "capacity": "10GiB"', f'"{tmp_path}/kv", "capacity": "64MiB", "min_free": 0', code
+    )
+    assert changed == 1
+    names: dict[str, Any] = {}
+    exec(code.replace('"1GiB"', '"16MiB"'), names)
+    assert names["found"] == len(names["keys"])
+    assert names["hits"] == [True] * len(names["keys"])
 
 
 def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
@@ -82,6 +57,8 @@ def test_eight_pods_are_those_of_the_overlay_with_one_larger_prefix() -> None:
     overlay = yaml.safe_load((place / "kustomization.yaml").read_text())
     assert set(overlay) == {"apiVersion", "kind", "resources", "replicas", "images", "configMapGenerator"}
     assert [(place / path).resolve() for path in overlay["resources"]] == [folder("retained")]
+    (pods,) = (part for part in render(place) if part["kind"] == "StatefulSet")
+    assert pods["spec"]["replicas"] == 8
     by_kind = {part["kind"]: part for part in rendered("retained")}
     (container,) = by_kind["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     (image,) = overlay["images"]

@@ -18,9 +18,8 @@ import yaml
 
 from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
-from tests.support.dashboard import RULES, rules
+from tests.support.dashboard import rules
 from tests.support.kubernetes import KUBERNETES, NAMES, ROOT, folder, kubectl, parts, render, rendered
-from tools.alert_rules import linked
 
 ENGINE_BYTES: Final = 32 << 30
 """The least that vLLM and the movers need beside the cpu tier."""
@@ -197,17 +196,6 @@ def test_monitoring_has_the_usual_label_and_all_rules() -> None:
     assert group["rules"] == rules()
 
 
-def test_runbooks_become_links_to_where_the_documents_are_served() -> None:
-    """Also once more, at another address."""
-    once = linked(RULES.read_text(), "https://first.example/tiers/")
-    (group,) = yaml.safe_load(linked(once, "https://docs.example/kv"))["groups"]
-    for rule, before in zip(group["rules"], rules(), strict=True):
-        page, _, anchor = before["annotations"].pop("runbook").partition("#")
-        html = page.removeprefix("docs/").removesuffix(".md") + ".html"
-        assert rule["annotations"].pop("runbook_url") == f"https://docs.example/kv/{html}#{anchor}"
-        assert rule == before
-
-
 ON_A_CLUSTER: Final = {
     *("apply", "delete", "exec", "get", "label", "logs", "patch", "port-forward", "rollout", "taint"),
 }
@@ -258,23 +246,6 @@ def test_command_of_the_guide_is_what_kubectl_takes(command: list[str], tmp_path
             assert {"secretRef": {"name": part["metadata"]["name"]}} in doctor["envFrom"]
             assert set(part["data"]) == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
         assert len(str(part)) < 1 << 20, "the API server takes no more"
-
-
-def test_guide_names_what_was_not_run() -> None:
-    """And has no command that is neither run nor named."""
-    not_run = GUIDE.read_text().rpartition("**Not run**")[2].partition("\n\n")[0]
-    verbs = set(map(verb, commands()))
-    assert verbs >= ON_A_CLUSTER
-    assert [
-        name for name in sorted(ON_A_CLUSTER) if f"`{name}`" not in not_run and f"kubectl {name}`" not in not_run
-    ] == []
-    blocks = "".join(blocks_of("bash", *PAGES)).replace("\\\n", "")
-    programs = {
-        re.sub(r"^(?:\w+=\$\(|(?:\w+=\S+ )+)", "", line).split()[0] for line in blocks.splitlines() if line.strip()
-    }
-    assert programs == {"curl", "docker", "kubectl", "yes"}
-    assert "`docker build`" in not_run
-    assert "`docker compose`" in not_run
 
 
 def overlaid(place: Path, overlay: Mapping[str, Any]) -> dict[str, Any]:

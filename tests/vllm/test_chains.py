@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,7 @@ from tests.support import inside
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import make_offload_key
 
 from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.config import schema
@@ -24,7 +23,6 @@ from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.vllm.manager import NixlTiersManager
 from tests.support.core import put
 from tests.support.file_tier import file_tier
-from tests.support.holds import counted
 from tests.support.vllm_lookups import TOKENS, VllmLookups, hashes
 
 GEOMETRY = Geometry(cells=1, cell_payload=4096)
@@ -37,7 +35,13 @@ class Engine:
     `chunk_s` seconds, and time stands still. `known`: NixlTiersConnector says which groups are windowed."""
 
     def __init__(
-        self, windows: Sequence[int | None] = (None,), chunk_s: float = 1.0, *, tier: Any = None, known: bool = True
+        self,
+        windows: Sequence[int | None] = (None,),
+        chunk_s: float = 1.0,
+        *,
+        tier: Any = None,
+        known: bool = True,
+        pause_s: float = 0.0,
     ) -> None:
         tiers = [
             {"type": "cpu", "capacity": ROWS * GEOMETRY.row_bytes},
@@ -50,7 +54,7 @@ class Engine:
         self.core = self.coordinator._core
         take_all(self.core.events.opened(0, 100))
         self.manager = NixlTiersManager(
-            self.coordinator, config, range(len(windows)), None, pause_s=0.0, chunk_tokens=[TOKENS] * len(windows)
+            self.coordinator, config, range(len(windows)), None, pause_s=pause_s, chunk_tokens=[TOKENS] * len(windows)
         )
         if known:
             self.manager.windows_are_known(dict(enumerate(windows)))
@@ -94,22 +98,36 @@ def keys_of(chunks: Sequence[bytes], group: int = 0) -> list[Key]:
     return [make_offload_key(chunk, group) for chunk in chunks]
 
 
-def test_request_waits_for_its_whole_chain_and_loads_it(engine: Engine) -> None:
-    chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    state = engine.vllm.request("r", chunks)
-    assert engine.step(state) is None
-    assert engine.load_all() == keys_of(chunks)
-    assert engine.step(state) == CHUNKS * TOKENS
+# Windows, of each group the chunks that are stored, those that vLLM has, those that the request asks for; of each group
+# the chunks that are loaded.
+LOADS: dict[str, tuple[Any, ...]] = {
+    "all": ((None,), [6], 0, None, [(0, 6)]),
+    "what vLLM does not have": ((None,), [6], 2, None, [(2, 6)]),
+    "what it asks for": ((None,), [6], 0, 3, [(0, 3)]),
+    "a window": ((None, 2), [6, 6], 0, None, [(0, 6), (4, 6)]),
+    "where the window exists": ((None, 2), [6, 4], 0, None, [(0, 4), (2, 4)]),
+    "nothing beyond": ((None, 2), [4, 6], 0, None, [(0, 4), (2, 4)]),
+}
 
 
-def test_only_what_vllm_does_not_have_is_promoted(engine: Engine) -> None:
+@CONNECTORS
+@pytest.mark.parametrize("case", LOADS.values(), ids=LOADS)
+def test_request_waits_for_its_whole_chain_and_loads_it(case: tuple[Any, ...], known: bool) -> None:
+    """Windows that are not known show by look-ups, after the first."""
+    windows, stored, local, most, loaded = case
+    engine = Engine(windows, known=known)
     chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    state = engine.vllm.request("r", chunks)
-    assert engine.step(state, 2 * TOKENS) is None
-    assert engine.load_all() == keys_of(chunks)[2:]
-    assert engine.step(state, 2 * TOKENS) == (CHUNKS - 2) * TOKENS
+    engine.store([key for group, count in enumerate(stored) for key in keys_of(chunks[:count], group)])
+    state = engine.vllm.request("r", chunks, **({} if most is None else {"max_load_tokens": most * TOKENS}))
+    assert engine.step(state, local * TOKENS) is None
+    came = engine.load_all()
+    while (found := engine.step(state, local * TOKENS)) is None:
+        assert not known, "the wait is one, for all groups"
+        came += engine.load_all()
+    assert found == (loaded[0][1] - local) * TOKENS
+    expected = [key for group, (first, end) in enumerate(loaded) for key in keys_of(chunks[first:end], group)]
+    assert sorted(came) == sorted(expected) if known else {*came} >= {*expected}
+    engine.manager.shutdown()
 
 
 def test_declined_chain_is_a_miss() -> None:
@@ -147,44 +165,6 @@ def test_what_has_come_is_loaded_when_the_wait_ends(engine: Engine) -> None:
 
 
 @CONNECTORS
-def test_windowed_group_loads_its_window_at_the_end_of_the_load(known: bool) -> None:
-    engine = Engine(windows=(None, 2), known=known)
-    chunks = hashes(CHUNKS)
-    engine.store([*keys_of(chunks), *keys_of(chunks, 1)])
-    state = engine.vllm.request("r", chunks)
-    assert engine.step(state) is None
-    assert sorted(engine.load_all()) == sorted([*keys_of(chunks), *keys_of(chunks, 1)[-2:]])
-    assert engine.step(state) == CHUNKS * TOKENS
-    engine.manager.shutdown()
-
-
-@CONNECTORS
-def test_load_ends_where_the_window_exists(known: bool) -> None:
-    engine = Engine(windows=(None, 2), known=known)
-    chunks = hashes(CHUNKS)
-    engine.store([*keys_of(chunks), *keys_of(chunks, 1)[:4]])
-    state = engine.vllm.request("r", chunks)
-    tokens = engine.step(state)
-    while tokens is None and engine.load_all():
-        tokens = engine.step(state)
-    assert tokens == 4 * TOKENS
-    engine.manager.shutdown()
-
-
-def test_windowed_group_promotes_nothing_beyond_the_end_of_the_load() -> None:
-    engine = Engine(windows=(None, 2))
-    chunks = hashes(CHUNKS)
-    engine.store([*keys_of(chunks)[:4], *keys_of(chunks, 1)])
-    state = engine.vllm.request("r", chunks)
-    loaded: list[Key] = []
-    while (tokens := engine.step(state)) is None:
-        loaded += engine.load_all()
-    assert tokens == 4 * TOKENS
-    assert sorted(loaded) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
-    engine.manager.shutdown()
-
-
-@CONNECTORS
 def test_model_of_windowed_groups_only_is_looked_up_key_by_key(known: bool) -> None:
     engine = Engine(windows=(2,), known=known)
     chunks = hashes(CHUNKS)
@@ -194,15 +174,6 @@ def test_model_of_windowed_groups_only_is_looked_up_key_by_key(known: bool) -> N
     assert sorted(engine.load_all()) == sorted(keys_of(chunks)[-2:])
     assert engine.step(state) == CHUNKS * TOKENS
     engine.manager.shutdown()
-
-
-def test_request_loads_no_more_than_it_asks_for(engine: Engine) -> None:
-    chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    state = engine.vllm.request("r", chunks, max_load_tokens=3 * TOKENS)
-    assert engine.step(state) is None
-    assert engine.load_all() == keys_of(chunks)[:3]
-    assert engine.step(state) == 3 * TOKENS
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"nixl_tiers": {"load": "host"}}])
@@ -249,21 +220,6 @@ def test_request_whose_local_hit_grows_beyond_what_it_may_load_waits_for_the_nex
     assert engine.step(state, 3 * TOKENS) == 2 * TOKENS
 
 
-def test_deferred_request_whose_local_hit_grows_beyond_what_it_may_load(engine: Engine) -> None:
-    """vLLM defers it, as another request is loading the same chunks, and then that one computes."""
-    chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    engine.put(keys_of(chunks)[:2])
-    state = engine.vllm.request("r", chunks, max_load_tokens=2 * TOKENS)
-    engine.vllm._side._chunks_being_loaded.update(keys_of(chunks)[:2])
-    assert engine.step(state) is None
-    engine.vllm._side._chunks_being_loaded.clear()
-    for _ in range(2):
-        assert engine.step(state, 4 * TOKENS) is None
-    engine.load_all()
-    assert engine.step(state, 4 * TOKENS) == 2 * TOKENS
-
-
 def test_local_hit_behind_the_end_of_a_group_of_larger_chunks(engine: Engine) -> None:
     """Such a key is looked up by itself: the chain ends where the last whole chunk of all groups does."""
     chain = Chain((Group(keys_of(hashes(5)), TOKENS), Group(keys_of(hashes(1), 1), 4 * TOKENS)))
@@ -308,24 +264,9 @@ class Tails(Engine):
         side.config = SimpleNamespace(kv_group_configs=groups, supports_partial_tail=True, tokens_per_hash=TOKENS // 2)
         side._partial_tail_block_size = side._mamba_align_size = TOKENS
 
-    def request(self, name: str, halves: Sequence[bytes], tokens: int) -> Any:
-        """Of a prompt of so many tokens, whose half chunks have these hashes."""
-        request = SimpleNamespace(
-            request_id=name,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            block_hashes=list(halves[: tokens // (TOKENS // 2)]),
-            kv_transfer_params=None,
-        )
-        context = ReqContext(name)
-        self.manager.on_new_request(context)
-        state = offloading.RequestOffloadState(self.vllm._side.config, request, context, None)
-        state.update_offload_keys()
-        return state
-
     def found(self, name: str, halves: Sequence[bytes], tokens: int) -> int | None:
-        """What a step finds of such a request, which then ends."""
-        state = self.request(name, halves, tokens)
+        """What a step finds of a request of so many tokens, whose half chunks have these hashes. It ends."""
+        state = self.vllm.request(name, halves[: tokens // (TOKENS // 2)], tokens)
         found = self.step(state)
         self.manager.on_request_finished(state.req_context)
         return found
@@ -349,75 +290,3 @@ def test_tails_of_chunks_do_not_tell_what_kind_a_group_is(
     found = [engine.found(name, halves, tokens) for name, tokens in (("first", 76), ("again", 76), ("longer", 140))]
     engine.manager.shutdown()
     assert found == [4 * TOKENS, 4 * TOKENS, 8 * TOKENS]
-
-
-def test_tails_are_neither_misses_nor_checked_for_existence() -> None:
-    bucket = {"type": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:9", "capacity": "1GiB"}
-    engine = Tails((1, None), tier=bucket)
-    engine.core.events.listed(0, [], last=True)
-    halves = hashes(20)
-    chunks = halves[1::2]
-    engine.put([*keys_of(chunks[:4], 1), keys_of(chunks)[3]])
-    assert engine.found("shorter than a chunk", hashes(20), 12) == 0
-    assert engine.found("all whole chunks are hits", halves, 4 * TOKENS + 12) == 4 * TOKENS
-    assert engine.core.events.plan_checks(engine.now) == []
-    assert sum(value for name, value in engine.coordinator.counters()["cpu"].items() if name.startswith("missed")) == 0
-    engine.manager.shutdown()
-
-
-def test_windows_that_are_known_are_part_of_the_first_chain() -> None:
-    """The engine's wait is one, for all of its groups."""
-    engine = Engine(windows=(None, 2))
-    chunks = hashes(CHUNKS)
-    engine.store([*keys_of(chunks), *keys_of(chunks, 1)[:4]])
-    state = engine.vllm.request("first", chunks)
-    assert engine.step(state) is None
-    assert sorted(engine.load_all()) == sorted([*keys_of(chunks)[:4], *keys_of(chunks, 1)[2:4]])
-    assert engine.step(state) == 4 * TOKENS
-    engine.manager.shutdown()
-
-
-def test_waiting_request_whose_local_hit_has_grown_still_waits(engine: Engine) -> None:
-    chunks = hashes(CHUNKS)
-    engine.store(keys_of(chunks))
-    state = engine.vllm.request("r", chunks)
-    assert engine.step(state) is None
-    assert engine.step(state, TOKENS) is None
-    engine.load_all()
-    assert engine.step(state, TOKENS) == (CHUNKS - 1) * TOKENS
-
-
-def test_holds_of_a_requests_calls_are_bounded() -> None:
-    """By its own chunks where it looks at them, once; what every step calls, and what waits, by nothing that grows."""
-    few, many = _holds_of_a_request(10), _holds_of_a_request(40)
-    for name, most in few.items():
-        grows = name in {"scan", "prepare_load", "complete_load"}
-        assert many[name] <= most + (30 * (40 - 10) if grows else 10), (name, few, many)
-
-
-def _holds_of_a_request(count: int) -> dict[str, int]:
-    """Of each of the calls of a request of so many chunks, the longest hold."""
-    engine, chunks, holds = Engine(), hashes(count), dict[str, int]()
-    keys = keys_of(chunks)
-    with counted(engine.coordinator) as hold:
-
-        def note(name: str, call: Callable[[], object]) -> None:
-            hold.longest = 0
-            call()
-            holds[name] = hold.longest
-
-        engine.store(keys)
-        state = engine.vllm.request("r", chunks)
-        context = state.req_context
-        note("scan", lambda: engine.vllm.look_up(state))
-        note("end of a step", engine.vllm.end_step)
-        note("waiting", lambda: engine.vllm.look_up(state))
-        note("end of a waiting step", engine.vllm.end_step)
-        engine.load_all()
-        assert engine.step(state) == count * TOKENS
-        note("prepare_load", lambda: engine.manager.prepare_load(keys, context))
-        note("complete_load", lambda: engine.manager.complete_load(keys, context))
-        note("statistics", engine.manager.get_stats)
-        note("end of a request", lambda: engine.manager.on_request_finished(context))
-    engine.manager.shutdown()
-    return holds

@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1 import kv_cache_interface as interface
 
 from nixl_tiers.vllm.chunk_size import default_blocks, with_chunks
-from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.replicated import copies_of
 from nixl_tiers.vllm.spec import geometry_of
 
@@ -87,44 +86,41 @@ def engine(extra: dict[str, Any] | None = None, *, interval: int | None = 0, **p
     )
 
 
-@pytest.mark.parametrize(("block", "blocks"), [(8, 8), (16, 4), (32, 2), (48, 1), (64, 1), (128, 1)])
-@pytest.mark.parametrize("kind", [full, latent])
-def test_a_chunk_has_as_many_blocks_as_fit_into_64_tokens(kind: Any, block: int, blocks: int) -> None:
-    assert default_blocks(engine(), caches(kind(block))) == blocks
+WIDER = interface.FullAttentionSpec(block_size=16, **HEAD | {"head_size": 128})
 
 
 @pytest.mark.parametrize(
-    "specs",
+    ("specs", "blocks"),
     [
-        [windowed(16)],
-        [state(16)],
-        [full(16), windowed(16)],
-        [full(16), full(16)],
-        [full(16), state(16)],
-        [uniform(windowed(16), windowed(16))],
-        [uniform(full(16), windowed(16))],
-        [],
+        *([[kind(block)], blocks] for kind in (full, latent) for block, blocks in ((8, 8), (16, 4), (48, 1), (128, 1))),
+        ([uniform(full(16), WIDER)], 4),  # a worker has the specs of all layers, the scheduler that of one
+        ([windowed(16)], 1),
+        ([state(16)], 1),
+        ([full(16), windowed(16)], 1),
+        ([full(16), full(16)], 1),
+        ([uniform(windowed(16), windowed(16))], 1),
+        ([uniform(full(16), windowed(16))], 1),
+        ([], 1),
     ],
-    ids=["window", "state", "full, window", "two", "full, state", "windows", "mixed", "none"],
 )
-def test_models_with_windows_states_or_several_groups_have_chunks_of_a_block(specs: list[Any]) -> None:
-    assert default_blocks(engine(), caches(*specs)) == 1
+def test_a_chunk_of_one_group_of_full_attention_has_as_many_blocks_as_fit_into_64_tokens(
+    specs: list[Any], blocks: int
+) -> None:
+    assert default_blocks(engine(), caches(*specs)) == blocks
 
 
-def test_workers_and_scheduler_come_to_the_same() -> None:
-    """They have the specs of all layers of a group, or of one of them."""
-    wider = interface.FullAttentionSpec(block_size=16, **HEAD | {"head_size": 128})
-    assert default_blocks(engine(), caches(uniform(full(16), wider))) == default_blocks(engine(), caches(full(16))) == 4
-
-
-@pytest.mark.parametrize("parallel", [{"decode_context": 2}, {"prefill_context": 2}])
-def test_ranks_that_share_the_context_have_chunks_of_a_block(parallel: dict[str, int]) -> None:
-    assert default_blocks(engine(**parallel), caches(full(16))) == 1
-
-
-@pytest.mark.parametrize(("interval", "blocks"), [(None, 4), (0, 4), (64, 4), (640, 4), (96, 1), (48, 1)])
-def test_a_retention_interval_has_whole_chunks(interval: int | None, blocks: int) -> None:
-    assert default_blocks(engine(interval=interval), caches(full(16))) == blocks
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"decode_context": 2}, 1),
+        ({"prefill_context": 2}, 1),
+        *(({"interval": interval}, blocks) for interval, blocks in ((None, 4), (0, 4), (640, 4), (96, 1), (48, 1))),
+    ],
+)
+def test_ranks_that_share_the_context_and_a_retention_interval_want_whole_chunks(
+    options: dict[str, Any], blocks: int
+) -> None:
+    assert default_blocks(engine(**options), caches(full(16))) == blocks
 
 
 @pytest.mark.parametrize(
@@ -154,15 +150,3 @@ def test_ranks_with_the_same_latents_share_one_cell_of_larger_chunks() -> None:
     block_bytes = config.worker_kv_bytes_per_block
     geometry = geometry_of(config, copies_of(config).ranks)
     assert (geometry.cells, geometry.cell_payload, geometry.sub_blocks) == (1, 4 * block_bytes, 4)
-
-
-def test_the_connector_hands_it_to_vllm_before_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Any] = []
-
-    def init(self: Any, config: Any, role: Any, layers: Any) -> None:
-        built.append(build_offloading_config(config, layers))
-        vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=())
-
-    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.__init__", init)
-    NixlTiersConnector(engine(), None, caches(full(16)))  # type: ignore[arg-type]
-    assert built[0].cache.blocks_per_chunk == 4

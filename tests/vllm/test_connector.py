@@ -23,59 +23,63 @@ from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 from nixl_tiers.vllm.replicated import Copies
 from tests.support.file_tier import file_tier
 
+VLLMS = "nixl_tiers.vllm.connector.OffloadingConnector."
 
-def test_the_scheduler_is_told_at_once_what_vllms_own_connector_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def config_of(policy: str) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy=policy
+        ),
+        scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
+        parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
+    )
+
+
+def test_manager_and_spec_are_told_at_once_what_vllms_own_connector_does_not_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[Any] = []
     manager = SimpleNamespace(times_are_published=told.append, windows_are_known=told.append)
     groups = [SimpleNamespace(group_idx=1 + n, sliding_window_size_in_chunks=n or None) for n in (0, 3)]
     scheduler = SimpleNamespace(config=SimpleNamespace(kv_group_configs=groups))
     monkeypatch.setattr(NixlTiersConnector, "_manager", manager)
-    monkeypatch.setattr(
-        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
-        lambda self, *_: vars(self).update(connector_scheduler=scheduler, _bounding_group_ids=()),
-    )
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
-        ),
-        scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
-    )
-    NixlTiersConnector(config, None, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=1))
-    most_tokens_of_a_prompt_in_a_step, windows = told
-    assert most_tokens_of_a_prompt_in_a_step == 512
-    assert windows == {1: None, 4: 3}
+
+    def init(self: Any, *_: Any) -> None:
+        told.append(replicated._told.get())
+        vars(self).update(connector_scheduler=scheduler, _bounding_group_ids=())
+
+    monkeypatch.setattr(VLLMS + "__init__", init)
+    NixlTiersConnector(config_of("recompute"), None, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=4))
+    most_tokens_of_a_prompt_in_a_step, windows = 512, {1: None, 4: 3}
+    assert told == [Copies(4, declared=True), most_tokens_of_a_prompt_in_a_step, windows]
+    assert replicated._told.get() is None
 
 
-def test_the_manager_is_told_the_salt_of_a_new_request_once_it_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manager_is_told_of_a_request_before_it_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its salt, what vLLM has of it, and the most that vLLM could load."""
     connector = object.__new__(NixlTiersConnector)
     connector._anticipates = False
     told: list[Any] = []
-    manager = SimpleNamespace(salt_of=lambda request, salt: told.append((request, salt)))
-    connector._manager = manager
-    monkeypatch.setattr(
-        "nixl_tiers.vllm.connector.OffloadingConnector.on_new_request",
-        lambda self, request: told.append(request.request_id),
+    connector._manager = SimpleNamespace(
+        salt_of=lambda *of: told.append(("salt", *of)),
+        began_at=lambda *of: told.append(("began", *of)),
+        bound_load=lambda *of: told.append(("bound", *of)),
     )
+    monkeypatch.setattr(VLLMS + "on_new_request", lambda self, request: told.append("new"))
+    monkeypatch.setattr(VLLMS + "_max_loadable_tokens", lambda *_: 96)
+
+    def look_up(request: Any, computed: int, *, max_num_new_tokens: int) -> tuple[int, bool]:
+        told.append("look-up")
+        return max_num_new_tokens, True
+
+    connector.connector_scheduler = SimpleNamespace(get_num_new_matched_tokens=look_up)
     for salt in ("pepper", None):
         connector.on_new_request(SimpleNamespace(request_id="r", cache_salt=salt))
-    assert told == ["r", ("r", "pepper"), "r", ("r", None)]
-
-
-def test_the_manager_is_told_of_vllms_own_hits_before_a_request_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = object.__new__(NixlTiersConnector)
-    calls: list[tuple[str, int]] = []
-    manager = SimpleNamespace(began_at=lambda request, tokens: calls.append((request, tokens)))
-    connector._manager = manager
-
-    def look_up(self: object, request: object, tokens: int) -> tuple[int | None, bool]:
-        assert calls[-1] == ("r", tokens)
-        return 128, True
-
-    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.get_num_new_matched_tokens", look_up)
-    request = SimpleNamespace(request_id="r")
-    assert [connector.get_num_new_matched_tokens(request, tokens) for tokens in (0, 256)] == [(128, True)] * 2
-    assert calls == [("r", 0), ("r", 256)]
+    assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 32) == (96, True)
+    assert told[:4] == ["new", ("salt", "r", "pepper"), "new", ("salt", "r", None)]
+    assert sorted(told[4:6]) == [("began", "r", 32), ("bound", "r", 96)]
+    assert told[6:] == ["look-up"]
 
 
 @pytest.mark.parametrize(("parents", "warned"), [("recompute", False), ("fail", True)])
@@ -83,18 +87,9 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, parents: str, warned: bool
 ) -> None:
     """MultiConnector gives each connector a configuration of its own, and vLLM goes by the one of MultiConnector."""
-    parent, child = (
-        SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(
-                kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy=policy
-            ),
-            scheduler_config=SimpleNamespace(policy="fcfs"),
-            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
-        )
-        for policy in (parents, "fail" if parents == "recompute" else "recompute")
-    )
+    parent, child = config_of(parents), config_of("fail" if parents == "recompute" else "recompute")
     monkeypatch.setattr(
-        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
+        VLLMS + "__init__",
         lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=()),
     )
     with set_current_vllm_config(parent):
@@ -104,38 +99,6 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
     for sentence in said:
         assert "kv_load_failure_policy is fail" in sentence
         assert "under MultiConnector: beside its name" in sentence
-
-
-def test_the_spec_learns_which_ranks_hold_the_same_kv_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: list[Copies] = []
-    monkeypatch.setattr(
-        "nixl_tiers.vllm.connector.OffloadingConnector.__init__",
-        lambda self, *_: (
-            known.append(replicated._told.get()),
-            vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=()),
-        ),
-    )
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy="recompute"
-        ),
-        scheduler_config=SimpleNamespace(policy="fcfs"),
-        parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
-    )
-    NixlTiersConnector(config, None, SimpleNamespace(kv_cache_groups=(), kv_tp_replicas=4))
-    assert (known, replicated._told.get()) == ([Copies(4, declared=True)], None)
-
-
-def test_vllms_own_bound_of_a_load_reaches_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    connector = object.__new__(NixlTiersConnector)
-    connector._manager = SimpleNamespace(bound_load=lambda *told_now: told.append(told_now), began_at=lambda *_: None)
-    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector._max_loadable_tokens", lambda *_: 96)
-    connector.connector_scheduler = SimpleNamespace(
-        get_num_new_matched_tokens=lambda *_, max_num_new_tokens: (max_num_new_tokens, True)
-    )
-    assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 32) == (96, True)
-    assert told == [("r", 96)]
 
 
 def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> None:
@@ -158,9 +121,9 @@ def test_failed_requests_are_reported_once_in_the_step_in_which_they_ended() -> 
     )
     # vLLM checks that the metadata is of its own class; that part is not what is tested here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.start_load_kv", lambda *_, **__: None)
+        patch.setattr(VLLMS + "start_load_kv", lambda *_, **__: None)
         patch.setattr(
-            "nixl_tiers.vllm.connector.OffloadingConnector.get_finished",
+            VLLMS + "get_finished",
             lambda self, finished: self.connector_worker.get_finished(finished),
         )
         connector.start_load_kv(None)
@@ -222,40 +185,12 @@ def test_a_good_configuration_may_have_all_cuda_graphs() -> None:
     assert NixlTiersConnector.requires_piecewise_for_cudagraph(extra) is False
 
 
-def test_the_plugin_registers_the_connector() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    plugin.register()
-    plugin.register()
-    assert KVConnectorFactory.get_connector_class_by_name("NixlTiersConnector") is NixlTiersConnector
-
-
-@pytest.mark.parametrize(("resumed", "told"), [(set(), []), ({"a"}, [("a", 48)])])
-def test_in_doubt_the_manager_is_told_of_resumed_requests(
-    monkeypatch: pytest.MonkeyPatch, resumed: set[str], told: list[tuple[str, int]]
-) -> None:
-    connector = object.__new__(NixlTiersConnector)
-    connector._prepares_first = False
-    connector._arrivals = Arrivals()
-    began: list[tuple[str, int]] = []
-    connector._manager = SimpleNamespace(scheduled=lambda _: 1, began=began.extend, in_doubt=True)
-    monkeypatch.setattr(
-        "nixl_tiers.vllm.connector.OffloadingConnector.build_connector_meta", lambda *_: SimpleNamespace()
-    )
-    cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[48], resumed_req_ids=resumed)
-    connector.build_connector_meta(
-        SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1})
-    )
-    assert began == told
-
-
 def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And publish its time by it: both ends of NixlTiersConnector, between them vLLM's own part, played."""
     connector = object.__new__(NixlTiersConnector)
     connector._prepares_first = False
     connector._arrivals = Arrivals()
     connector._arrivals.add("ended", (0.0,))
-    vllm = "nixl_tiers.vllm.connector.OffloadingConnector."
     meta = OffloadingConnectorMetadata(load_jobs={1: "load"}, store_jobs={}, jobs_to_flush={3})
     asked: list[str] = []
     began: list[tuple[str, int]] = []
@@ -270,14 +205,14 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     worker = SimpleNamespace(step_clock=clock, flush=lambda: calls.append("flush"))
     connector._manager = manager
     connector._worker = worker
-    monkeypatch.setattr(vllm + "build_connector_meta", lambda self, output: meta)
-    monkeypatch.setattr(vllm + "handle_preemptions", lambda self, metadata: calls.append("stores"))
-    monkeypatch.setattr(vllm + "wait_for_save", lambda self: None)
+    monkeypatch.setattr(VLLMS + "build_connector_meta", lambda self, output: meta)
+    monkeypatch.setattr(VLLMS + "handle_preemptions", lambda self, metadata: calls.append("stores"))
+    monkeypatch.setattr(VLLMS + "wait_for_save", lambda self: None)
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set()),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["b", "c"], num_computed_tokens=[48, 16], resumed_req_ids={"b"}),
         scheduled_spec_decode_tokens={},
-        num_scheduled_tokens={"a": 64},
+        num_scheduled_tokens={"a": 64, "b": 1, "c": 1},
     )
     sent = pickle.loads(pickle.dumps(connector.build_connector_meta(output)))
     assert (sent.load_jobs, sent.store_jobs, sent.jobs_to_flush, sent.step) == ({1: "load"}, {}, {3}, 42)
@@ -285,7 +220,7 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
     assert isinstance(sent, OffloadingConnectorMetadata)
     connector.handle_preemptions(sent)
     connector.wait_for_save()
-    assert (began, calls) == ([("a", 0)], ["stores", "flush", 42, "end"])
+    assert (began, calls) == ([("a", 0), ("b", 48)], ["stores", "flush", 42, "end"])
 
 
 @pytest.mark.parametrize("written", ["new_block_ids_to_zero", "kv_cache_block_copies"])
@@ -303,7 +238,7 @@ def test_stores_whose_blocks_a_step_may_have_written_to_are_spoiled(
     store, load = SimpleNamespace(is_store=True, keys={"key"}), SimpleNamespace(is_store=False, keys={"loaded"})
     connector.connector_scheduler = SimpleNamespace(_jobs={3: store, 4: load, 5: store})
     meta = OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=flushed)
-    monkeypatch.setattr("nixl_tiers.vllm.connector.OffloadingConnector.build_connector_meta", lambda *_: meta)
+    monkeypatch.setattr(VLLMS + "build_connector_meta", lambda *_: meta)
     prepared = dict.fromkeys(["new_block_ids_to_zero", "kv_cache_block_copies"])
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     step = {"scheduled_new_reqs": [], "scheduled_cached_reqs": cached, "num_scheduled_tokens": {}}

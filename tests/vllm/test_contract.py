@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,8 @@ from typing_extensions import override
 
 pytest.importorskip("vllm")
 
-from nixl_tiers.vllm import compat, contract
+import nixl_tiers
+from nixl_tiers.vllm import compat, contract, plugin
 from nixl_tiers.vllm.spec import NixlTiersSpec
 
 
@@ -87,14 +90,35 @@ def test_a_newer_vllm_starts_with_one_warning_if_nothing_differs(
         NixlTiersSpec(offloading_config())
 
 
-@pytest.mark.parametrize("version", [(0, 26), contract.NEWEST, None])
-def test_versions_that_were_tried_are_not_asked(
-    version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contract, "differences", lambda: pytest.fail("asked"))
-    contract.check_newer(version)
+@pytest.mark.parametrize("version", [(0, 31), (0, 9), (0, 11)])
+def test_an_old_vllm_is_refused_in_one_sentence(version: tuple[int, int]) -> None:
+    with pytest.raises(compat.UnsupportedVllm, match=rf"needs vLLM 0\.32 or newer, and this is 0\.{version[1]}"):
+        compat.check(version)
 
 
-def test_the_classes_that_are_compared_are_vllms() -> None:
-    theirs = {cls.__name__ for _, cls in contract._classes()}
-    assert {"OffloadingSpec", "OffloadingManager", "OffloadingWorker", "OffloadingConnector"} == theirs
+@pytest.mark.parametrize("version", [(0, 32), (0, 33), (1, 0), None])
+def test_a_new_or_unnumbered_vllm_is_not(version: tuple[int, int] | None) -> None:
+    compat.check(version)
+
+
+def test_an_unknown_interface_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first import of our package that vLLM makes."""
+    from vllm.v1.kv_offload import base
+
+    monkeypatch.delattr(base, "CanonicalKVCaches")
+    monkeypatch.setattr(nixl_tiers, "vllm", nixl_tiers.vllm)
+    for name in [name for name in sys.modules if name.startswith("nixl_tiers.vllm")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="CanonicalKVCaches") as raised:
+        importlib.import_module("nixl_tiers.vllm.spec")
+    assert type(raised.value).__name__ == "UnsupportedVllm"
+    assert str(raised.value).startswith("nixl_tiers does not know the offloading interface of vLLM")
+
+
+def test_registering_twice_is_harmless() -> None:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    plugin.register()
+    plugin.register()
+    spec = OffloadingSpecFactory.get_spec_cls({"spec_name": "NixlTiersSpec"})
+    assert spec.__name__ == "NixlTiersSpec"

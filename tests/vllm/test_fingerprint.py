@@ -242,17 +242,3 @@ def test_facts_that_the_user_vouches_for_give_no_note(
     assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert make(cache_config__prefix_caching_hash_algo="xxhash_cbor").note == ""
-
-
-def test_a_worker_without_vllms_configuration_refuses_storage(
-    offloading_config: Callable[..., Any],
-) -> None:
-    caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(torch.zeros(2, 8192, dtype=torch.int8), 8192)], [[CanonicalKVCacheRef(0, 8192)]]
-    )
-    tiers = tiers_config.load(TIERS)
-    weights = fingerprint.weights_of(None, tiers)
-    made = fingerprint.fingerprint(
-        offloading_config(), tiers, geometry_of(offloading_config(), 1), caches, None, weights=weights
-    )
-    assert "did not give this worker its configuration" in made.note

@@ -2,27 +2,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from nixl_tiers.base.metrics import METRICS, PREFIX, Kind, number_of_quota, published
 from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.config import schema
 from nixl_tiers.config.here import Here
-from nixl_tiers.config.tier import StorageConfig
-from nixl_tiers.core.stats import Counters
-from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, definitions, place_label, traits
+from nixl_tiers.vllm.connector import NixlTiersConnector
+from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, definitions, traits
 
 CPU = TierTraits("cpu")
 FILE = TierTraits("file", disk=True, place="p")
 S3 = TierTraits("s3", checked=True)
+INFO = ("1", "2", "3", "4", "5")
 
 
 def values(stats: object) -> dict[str, dict[tuple[str, ...], object]]:
@@ -31,23 +33,19 @@ def values(stats: object) -> dict[str, dict[tuple[str, ...], object]]:
     return {name: series for name, series in found.items() if any(value != [] for value in series.values())}
 
 
-def test_counters_are_reported_as_differences_and_gauges_as_levels() -> None:
-    reporter = Reporter([CPU, FILE])
-    first = reporter.report({"file": {"hits": 3, "used_bytes": 100}, "cpu": {"hits": 1}})
-    assert values(first) == {
-        "nixl_tiers:hits": {("file",): 3, ("cpu",): 1},
-        "nixl_tiers:used_bytes": {("file", "p"): 100},
-    }
-    second = reporter.report({"file": {"hits": 5, "used_bytes": 60}, "cpu": {"hits": 1}})
-    assert values(second) == {"nixl_tiers:hits": {("file",): 2}, "nixl_tiers:used_bytes": {("file", "p"): 60}}
-    assert reporter.report({"file": {"hits": 5, "used_bytes": 60}, "cpu": {"hits": 1}}) is None
-
-
-def test_a_series_exists_from_the_start_at_zero() -> None:
-    assert values(Reporter([S3]).report({"s3": {"corrupt": 0, "up": 0}})) == {
-        "nixl_tiers:removed_chunks": {("s3", "corrupt"): 0},
-        "nixl_tiers:up": {("s3",): 0},
-    }
+def test_counters_are_reported_as_differences_gauges_as_levels_and_samples_once() -> None:
+    reporter, live = Reporter([CPU, FILE], INFO), Reporter([CPU, FILE], INFO, gauges=False)
+    before = {"file": {"hits": 3, "used_bytes": 100, "corrupt": 0, "surprise": 1}, "cpu": {"hits": 1}}
+    counted = {"nixl_tiers:hits": {("file",): 3, ("cpu",): 1}, "nixl_tiers:removed_chunks": {("file", "corrupt"): 0}}
+    waits = {("file", "load_seconds"): [0.5, 2.0], ("file", "wait_vain"): [1.0]}
+    samples = {"nixl_tiers:load_seconds": {("file",): [0.5, 2.0]}, "nixl_tiers:wait_seconds": {("file", "vain"): [1.0]}}
+    levels = {"nixl_tiers:used_bytes": {("file", "p"): 100}, "nixl_tiers:info": {INFO: 1}}
+    assert values(reporter.report(before, waits)) == counted | samples | levels
+    assert values(live.report(before, waits)) == counted | samples, "gauges are published live"
+    after = {"file": {"hits": 5, "used_bytes": 60, "corrupt": 0, "dropped_slow": 2}, "cpu": {"hits": 1}}
+    changed = {"nixl_tiers:hits": {("file",): 2}, "nixl_tiers:used_bytes": {("file", "p"): 60}}
+    assert values(reporter.report(after)) == changed | {"nixl_tiers:drops": {("file", "slow"): 2}}
+    assert reporter.report(after, {}) is None
 
 
 def test_a_histogram_exists_before_its_first_sample(clean_registry: None) -> None:
@@ -65,29 +63,8 @@ def test_a_histogram_exists_before_its_first_sample(clean_registry: None) -> Non
     )
 
 
-def test_numbers_of_one_kind_are_one_counter_by_reason() -> None:
-    stats = Reporter([FILE]).report({"file": {"dropped_slow": 2, "dropped_failed": 1}})
-    assert values(stats) == {"nixl_tiers:drops": {("file", "slow"): 2, ("file", "failed"): 1}}
-
-
-def test_samples_are_handed_over_as_a_list_and_once() -> None:
-    reporter = Reporter([CPU, FILE])
-    stats = reporter.report({}, {("file", "load_seconds"): [0.5, 2.0], ("file", "wait_vain"): [1.0]})
-    assert values(stats) == {
-        "nixl_tiers:load_seconds": {("file",): [0.5, 2.0]},
-        "nixl_tiers:wait_seconds": {("file", "vain"): [1.0]},
-    }
-    assert reporter.report({}, {}) is None
-
-
-def test_the_info_gauge_is_reported_once() -> None:
-    reporter = Reporter([CPU], ("1.2", "abc", "4096", "128", "file: /kv"))
-    assert values(reporter.report({})) == {"nixl_tiers:info": {("1.2", "abc", "4096", "128", "file: /kv"): 1}}
-    assert reporter.report({}) is None
-
-
 def test_what_is_wrong_with_a_tier_is_a_gauge_while_it_is() -> None:
-    reporter, levels = Reporter([FILE]), Reporter([FILE], ("1", "2", "3", "4", "5"))
+    reporter, levels = Reporter([FILE]), Reporter([FILE], INFO)
 
     def shown(**problems: str) -> dict[tuple[str, ...], object]:
         own = {(tier, text): value for name, _, ((_, tier), (_, text), *_), value in levels.levels({}, problems)
@@ -144,23 +121,6 @@ def test_engines_of_one_directory_have_one_place(tmp_path: Path) -> None:
     assert len({place("a"), place("b"), place("a", "b")}) == 3
 
 
-def test_a_tier_of_others_is_an_engines_own_unless_engines_share_it() -> None:
-    class Shelf(StorageConfig):
-        place: ClassVar[str] = "shelf 4"
-
-    class Shared(Shelf):
-        asked: ClassVar[bool] = True
-
-    assert not Shelf(type="shelf", capacity=1).identity
-    assert Shared(type="shelf", capacity=1).identity == "shelf shelf 4"
-    assert place_label("") != place_label("")
-
-
-def test_every_counter_of_the_core_is_a_series_of_some_tier() -> None:
-    numbers = {number for _, number in published([CPU, FILE, S3])}
-    assert {field.name for field in fields(Counters)} <= numbers
-
-
 @pytest.mark.parametrize(
     ("tier", "number", "shown"),
     [
@@ -180,10 +140,6 @@ def test_every_counter_of_the_core_is_a_series_of_some_tier() -> None:
 )
 def test_a_series_that_could_only_be_zero_is_not_published(tier: TierTraits, number: str, shown: bool) -> None:
     assert ((tier.name, number) in published([tier])) is shown
-
-
-def test_undeclared_numbers_are_not_reported() -> None:
-    assert values(Reporter([FILE]).report({"file": {"surprise": 1}, "file2": {"hits": 1}})) == {}
 
 
 def test_names_follow_the_conventions_and_nothing_is_measured_twice() -> None:
@@ -231,7 +187,7 @@ def test_vllm_accepts_and_exports_every_metric(clean_registry: None) -> None:
     numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2.0)
     samples = {place: [2.0, 3.0] for place, (_, metric, _) in published(tiers).items() if metric.kind is Kind.HISTOGRAM}
     totals = {tier.name: numbers for tier in tiers}
-    reporter = Reporter(tiers, ("1", "2", "3", "4", "5"))
+    reporter = Reporter(tiers, INFO)
     metrics.observe(reporter.report(totals, samples, {"cpu": "", "file": "is not mounted"}).data, 0)
     shown = prometheus_client.generate_latest().decode()
     for (tier, _), (name, metric, labels) in published(tiers).items():
@@ -248,7 +204,7 @@ def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:
     numbers = dict.fromkeys((number for metric in METRICS.values() for number in metric.series), 2)
     numbers[number_of_quota("a")] = 2
     file = replace(FILE, quotas=("a", "b"))
-    levels = [*Reporter([CPU, file], ("1", "2", "3", "4", "5")).levels({"cpu": numbers, "file": numbers})]
+    levels = [*Reporter([CPU, file], INFO).levels({"cpu": numbers, "file": numbers})]
     names = {(name, dict(labels).get("tier")) for name, _, labels, _ in levels}
     gauges = {name for name, metric in METRICS.items() if metric.kind is Kind.GAUGE}
     assert {name for name, _ in names} == {PREFIX + name for name in (*gauges, "info")}
@@ -259,7 +215,34 @@ def test_levels_are_all_gauges_of_the_tiers_and_what_runs() -> None:
     assert all(text and isinstance(value, float) for _, text, _, value in levels)
 
 
-def test_gauges_that_are_published_live_are_not_reported_besides() -> None:
-    reporter = Reporter([FILE], ("1", "2", "3", "4", "5"), gauges=False)
-    stats = reporter.report({"file": {"hits": 1, "up": 1}}, {("file", "load_bytes"): [1.0]})
-    assert set(values(stats)) == {"nixl_tiers:hits", "nixl_tiers:load_bytes"}
+def lines(*reports: dict[str, Any]) -> list[str]:
+    """What vLLM logs after it has got these reports from another process."""
+    reporter = Reporter([CPU, FILE])
+    made = KVConnectorLogging(None)
+    made.connector_cls = NixlTiersConnector
+    for totals, samples in ((report, report.pop("samples", None)) for report in reports):
+        stats = reporter.report(totals, samples)
+        if stats is not None:
+            made.observe(MsgpackDecoder().decode(MsgpackEncoder().encode(stats.to_dict())))
+    said: list[str] = []
+    made.log(lambda text, *values: said.append(text % values))
+    return said
+
+
+def test_ten_seconds_are_one_sentence() -> None:
+    before = {"cpu": {"hit_tokens": 0, "stored": 0, "missed_never_stored": 0}, "file": {"hit_tokens": 640}}
+    after = {
+        "cpu": {"hit_tokens": 64, "stored": 13, "missed_never_stored": 25, "used_bytes": 1 << 30},
+        "file": {"hit_tokens": 1664 + 640, "missed_slower": 1, "failed_loads": 2, "corrupt": 1, "dropped_slow": 1},
+        "samples": {("file", "wait_loaded"): [0.04, 0.06]},
+    }
+    (line,) = lines(before, after)
+    assert line == (
+        "KV Transfer metrics: loaded=64 tokens from cpu, 2,304 tokens from file, stored=13 chunks, missed=26 chunks, "
+        "not written=1 chunk, failed=2 chunks, corrupt=1 chunk, waited=0.1 s"
+    )
+
+
+def test_seconds_in_which_nothing_happened_are_not_logged() -> None:
+    assert lines({"cpu": {"hit_tokens": 0, "stored": 0, "used_bytes": 5}}) == []
+    assert lines() == []

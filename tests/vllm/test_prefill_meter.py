@@ -9,77 +9,43 @@ import pytest
 pytest.importorskip("vllm")
 
 from nixl_tiers.vllm import compat
-from nixl_tiers.vllm.prefill_meter import PrefillMeter, Scheduled
+from nixl_tiers.vllm.prefill_meter import PrefillMeter
 from nixl_tiers.vllm.step_clock import EventClock, HostClock
 
-
-class Engine:
-    """Plays vLLM's calls."""
-
-    def __init__(self) -> None:
-        self.samples: list[tuple[int, float, float]] = []
-        self.published: dict[int, float] = {}
-        self.meter = PrefillMeter(lambda *sample: self.samples.append(sample), self.published.get)
-
-    def step(self, requests: list[Scheduled]) -> int:
-        """A step is scheduled; its number."""
-        self.meter.number += 1
-        return self.meter.scheduled(requests)
-
-    def publish(self, number: int, seconds: list[float]) -> None:
-        """The step ends, and the first rank has published its time."""
-        self.published[number] = seconds[number]
-        self.meter.take_published()
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
+# A prompt is computed in two steps, decodes, is asked again and loaded but for its last token; others decode meanwhile.
+STEPS = [
+    ([(0, 2048, True)], 2.0),
+    ([(2048, 512, True), (3000, 1, False)], 0.6),
+    ([(2560, 1, False)], 0.1),
+    ([(2559, 1, True)], 0.11),
+    ([(2559, 1, True)] + [(999, 1, False)] * 2, 0.13),
+    ([(0, 40, True)] + [(3000, 1, False)] * 64, 1.0),
+    ([], 1.0),
+]
+SAMPLES = [(2048, 1024.0, 2.0), (513, (512 * 2304 + 3000.5) / 513, 0.6), (1, 2559.5, 0.11)]
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-def test_published_time_is_paired_with_its_step_however_late_it_comes(engine: Engine, late: int) -> None:
-    for step in range(10):
-        assert engine.step([(step * 512, 512, True), (3000, 1, False)]) == step
-        if step >= late:
-            engine.published[step - late] = float(step - late + 1)
-        engine.meter.take_published()
-    assert [(tokens, seconds) for tokens, _, seconds in engine.samples] == [(513, s + 1.0) for s in range(10 - late)]
-    assert engine.samples[0][1] == pytest.approx((512 * 256 + 3000.5) / 513)
+def test_published_times_are_paired_with_the_steps_of_prompts_however_late_they_come(late: int) -> None:
+    samples: list[tuple[int, float, float]] = []
+    published: dict[int, float] = {}
+    meter = PrefillMeter(lambda *sample: samples.append(sample), published.get)
+    for number, (requests, _) in enumerate([*STEPS, *[([], 1.0)] * late]):
+        meter.number += 1
+        assert meter.scheduled(requests) == number
+        if number >= late:
+            published[number - late] = STEPS[number - late][1]
+        meter.take_published()
+    assert samples == [pytest.approx(each) for each in SAMPLES]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_step_behind_a_load_of_the_whole_prompt_is_a_sample_of_what_any_step_takes(
-    engine: Engine, asynchronous: bool
-) -> None:
-    """The prompt is computed in two steps, decodes, is asked again and loaded but for its last token, decodes."""
-    steps = [[(0, 2048, True)], [(2048, 512, True)], [(2560, 1, False)]]
-    steps += [[(2559, 1, True)], [(2560, 1, False)], [(2559, 1, True)] + [(999, 1, False)] * 2]
-    seconds = [2.0, 0.6, 0.1, 0.11, 0.12, 0.13]
-    running: list[int] = []
-    for number, requests in enumerate(steps):
-        if asynchronous and len(running) == 2:
-            engine.publish(running.pop(0), seconds)
-        assert engine.step(requests) == number
-        running.append(number)
-        if not asynchronous:
-            engine.publish(running.pop(), seconds)
-    for number in running:
-        engine.publish(number, seconds)
-    assert engine.samples == [(2048, 1024.0, 2.0), (512, 2304.0, 0.6), (1, 2559.5, 0.11)]
-
-
-def test_steps_that_mostly_decode_are_no_measure(engine: Engine) -> None:
-    for requests in ([(3000, 1, False)] * 8, [(0, 40, True)] + [(3000, 1, False)] * 64, []):
-        engine.publish(engine.step(requests), [1.0] * 3)
-    assert engine.samples == []
-
-
-def test_time_that_never_comes_is_forgotten(engine: Engine) -> None:
+def test_time_that_never_comes_is_forgotten() -> None:
+    meter = PrefillMeter(lambda *_: None, lambda _: None)
     for _ in range(1000):
-        engine.step([(0, 512, True)])
-        engine.meter.take_published()
-    assert len(engine.meter.unpublished) <= 32
+        meter.number += 1
+        meter.scheduled([(0, 512, True)])
+        meter.take_published()
+    assert len(meter.unpublished) <= 32
 
 
 def test_output_of_vllm_is_read_as_prompts_and_decodes() -> None:

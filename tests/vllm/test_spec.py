@@ -16,10 +16,9 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.config.schema import S3Config
 from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.replicated import Copies, told
-from nixl_tiers.vllm.spec import NixlTiersSpec, description_of, refuse_nodes, refuse_spoiled_stores
+from nixl_tiers.vllm.spec import NixlTiersSpec, refuse_nodes, refuse_spoiled_stores
 from tests.support.file_tier import file_tier
 
 CPU = {"type": "cpu", "capacity": "1MiB"}
@@ -110,19 +109,6 @@ def test_the_cpu_tiers_capacity_is_divided_by_the_replicas_of_the_node(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("pages", HugePages)
-def test_region_is_made_with_the_pages_that_are_configured(
-    pages: HugePages, offloading_config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[HugePages] = []
-    monkeypatch.setattr(
-        "nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies, answer_s: asked.append(huge_pages)
-    )
-    NixlTiersSpec(offloading_config({"tiers": [{**CPU, "huge_pages": pages}]}))._rendezvous()
-    NixlTiersSpec(offloading_config({"tiers": [CPU]}))._rendezvous()
-    assert asked == [pages, HugePages.AUTO]
-
-
 @pytest.mark.parametrize(
     ("other", "replicas", "cells"),
     [
@@ -140,15 +126,15 @@ def test_ranks_that_hold_the_same_bytes_share_a_cell(
     offloading_config: Build, other: dict[str, Any], replicas: int, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would have rank 0 do all stores if the spec said that its layout is replicated."""
-    asked: list[int] = []
+    asked: list[tuple[int, HugePages]] = []
     monkeypatch.setattr(
-        "nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies, answer_s: asked.append(copies)
+        "nixl_tiers.vllm.spec.rendezvous", lambda *_, huge_pages, copies, answer_s: asked.append((copies, huge_pages))
     )
     with told(Copies(replicas, declared=True)):
-        spec = NixlTiersSpec(offloading_config(**other))
+        spec = NixlTiersSpec(offloading_config({"tiers": [{**CPU, "huge_pages": HugePages.OFF}]}, **other))
     spec._rendezvous()
     assert (spec.geometry.cells, spec.replicated_layout) == (cells, False)
-    assert asked == [other["world_size"] // cells]
+    assert asked == [(other["world_size"] // cells, HugePages.OFF)]
     assert NixlTiersSpec(offloading_config(world_size=8)).geometry.cells == 8, "known to no other spec"
 
 
@@ -167,15 +153,6 @@ def test_file_tiers_are_divided_by_the_replicas_of_the_node(
     assert parts(offloading_config({"tiers": tiers}, index=1)) == 1
     assert "set replicas, or each of them takes the cpu tier's whole capacity" in caplog.text
     assert "and only one of them can use tiers[1].path" in caplog.text
-
-
-def test_data_parallel_engines_share_a_prefix(offloading_config: Build) -> None:
-    tier = {"type": "s3", "bucket": "kv-cache", "prefix": "kv", "capacity": "80MiB"}
-    for index in range(3):
-        spec = NixlTiersSpec(offloading_config({"tiers": [CPU, tier]}, replicas=4, index=index))
-        (found,) = spec.tiers.storage
-        assert isinstance(found, S3Config)
-        assert (found.prefix, found.capacity) == ("kv", 80 << 20)
 
 
 def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:
@@ -218,23 +195,6 @@ def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pyte
     finally:
         theirs.setLevel(before)
     assert stream.getvalue() == "theirs: INFO shown\n"
-
-
-def test_a_logger_configured_by_the_user_is_left_alone(
-    offloading_config: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = logging.getLogger("nixl_tiers")
-    monkeypatch.setattr(ours, "handlers", [logging.NullHandler()])
-    NixlTiersSpec(offloading_config({"tiers": [CPU]}))
-    assert ours.parent is logging.root
-
-
-def test_manifests_describe_the_model_and_its_chunks(offloading_config: Build) -> None:
-    config = offloading_config(blocks_per_chunk=4)
-    described = description_of(config, "0123abcd")
-    assert (described.model, described.revision) == (config.model.name, "0123abcd")
-    assert (described.dtype, described.chunk_tokens) == (config.model.dtype, 128)
-    assert described.vllm
 
 
 def test_revision_for_people_is_the_commit_else_what_was_asked_for() -> None:

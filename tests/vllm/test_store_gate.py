@@ -1,8 +1,8 @@
-"""What may be stored after a reset; the stress test shows the same on real engines."""
+"""What may be stored after a reset: tables of steps; the stress test shows the same on real engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -17,6 +17,69 @@ TOKENS = 32
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 
 
+class Play:
+    """vLLM's part, by lines: the order in which it calls. `newer`: stores are offered before a step ends, as from 0.33
+    on. A line is `verb:request,request ... = stored`; `@` are chunks of a look-up, tokens of an own hit. `begin`: a
+    request is looked up, scheduled for the first time, and offers its chunks, 0 to 3; `alive`, `loads`, `own`, `part`,
+    `reset` (with those that load) and `end` are outside of steps."""
+
+    def __init__(self, *, kept: bool = False, one_block: bool = True, known: bool = False, newer: bool = False) -> None:
+        self.own = OwnHits()
+        self.own.known = known
+        self.gate = StoreGate(self.own, kept=kept, one_block=one_block)
+        self.alive: set[str] = set()
+        self._newer = newer
+
+    def lines(self, text: str) -> None:
+        for line in filter(None, map(str.strip, text.splitlines())):
+            asked, _, stored = line.partition(" = ")
+            names: dict[str, list[str]] = {}
+            for word in asked.split():
+                verb, _, of = word.partition(":")
+                names[verb] = of.split(",") if of else []
+            assert self._line(names) == stored, line
+
+    def _line(self, names: dict[str, list[str]]) -> str:
+        (verb, of), *_ = names.items()
+        name, _, number = "".join(of[:1]).partition("@")
+        match verb:
+            case "alive":
+                self.alive.add(name)
+            case "loads":
+                self.gate.load_began(name)
+            case "own":
+                self.own.began_at(name, int(number))
+            case "part":
+                self.own.scheduled_at(name, int(number))
+            case "reset":
+                self.gate.reset(self.alive, of)
+            case "end":
+                self.alive.discard(name)
+                self.gate.ended(name)
+            case "clean":
+                return str(not self.gate.in_doubt)
+            case "settled":
+                return str(self.gate._unsettled is None)
+            case "begin":
+                return self._step(look=of, new=[name], offer=[name], preempted=names.get("preempted", []))
+            case _:
+                return self._step(**names)
+        return ""
+
+    def _step(self, **names: list[str]) -> str:
+        for name, _, chunk in (each.partition("@") for each in names.get("look", [])):
+            self.alive.add(name)
+            self.gate.looked_up(request(name), TOKENS * (int(chunk or 0) + 1))
+        self.alive.update(names.get("new", []))
+        end = ScheduleEndContext(names.get("new", []), set(names.get("preempted", [])))
+        if not self._newer:
+            self.gate.end_step(end)
+        stored = [KEYS.index(key) for name in names.get("offer", []) for key in self.gate.allowed(KEYS, request(name))]
+        if self._newer:
+            self.gate.end_step(end)
+        return "".join(map(str, stored)) or "-" * ("offer" in names)
+
+
 def request(name: str) -> ReqContext:
     context = ReqContext(name)
     for index, key in enumerate(KEYS):
@@ -24,315 +87,111 @@ def request(name: str) -> ReqContext:
     return context
 
 
-class SimulatedScheduler:
-    """vLLM's part: the order in which it calls. `newer`: stores are offered before a step ends, as from 0.33 on."""
-
-    def __init__(self, *, kept: bool = False, one_block: bool = True, newer: bool = False) -> None:
-        self.own = OwnHits()
-        self.gate = StoreGate(self.own, kept=kept, one_block=one_block)
-        self.alive: set[str] = set()
-        self._newer = newer
-
-    def step(
-        self,
-        looked_up: Sequence[tuple[ReqContext, int]] = (),
-        new: Sequence[ReqContext] = (),
-        preempted: Sequence[ReqContext] = (),
-        offer: ReqContext | None = None,
-    ) -> list[int]:
-        """One step: look-ups begin at those chunks; `offer` offers all of its chunks. Which of them are stored."""
-        for context, chunk in looked_up:
-            self.alive.add(context.req_id)
-            self.gate.looked_up(context, TOKENS * (chunk + 1))
-        self.alive.update(context.req_id for context in new)
-        end = ScheduleEndContext([r.req_id for r in new], {r.req_id for r in preempted})
-        if not self._newer:
-            self.gate.end_step(end)
-        stored = [] if offer is None else self.gate.allowed(KEYS, offer)
-        if self._newer:
-            self.gate.end_step(end)
-        return [KEYS.index(key) for key in stored]
-
-    def begin(self, context: ReqContext, chunk: int = 0, preempted: Sequence[ReqContext] = ()) -> list[int]:
-        """A step in which a request is looked up from `chunk` on, scheduled for the first time, and offers all."""
-        return self.step([(context, chunk)], new=[context], preempted=preempted, offer=context)
-
-    def reset(self, loading: Sequence[str] = ()) -> None:
-        self.gate.reset(self.alive, loading)
-
-    def end(self, context: ReqContext) -> None:
-        self.alive.discard(context.req_id)
-        self.gate.ended(context.req_id)
-
-
-@pytest.fixture(params=[False, True], ids=["before 0.33", "0.33"])
-def newer(request: pytest.FixtureRequest) -> bool:
-    value: bool = request.param
-    return value
-
-
-ALL = [0, 1, 2, 3]
-
-
-def test_without_a_reset_everything_is_stored(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    assert engine.begin(request("a")) == ALL
-    assert engine.begin(request("b"), 2) == ALL
-    assert not engine.gate.shut
-
-
-def test_requests_alive_at_a_reset_store_nothing_until_they_end(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    old = request("old")
-    engine.begin(old)
-    engine.reset()
-    assert engine.step(offer=old) == []
-    assert engine.begin(request("new")) == ALL, "and other requests are not affected"
-    assert engine.step(offer=old) == []
-    engine.end(old)
-    again = request("old")
-    assert engine.begin(again) == ALL
-
-
-def test_requests_preempted_by_the_reset_store_after_a_new_lookup(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    old, other = request("old"), request("other")
-    engine.begin(old)
-    engine.begin(other)
-    engine.reset()
-    assert engine.step([(old, 0)], preempted=[old, other], offer=old) == ALL
-    assert engine.step(offer=other) == [], "its blocks are still those of before"
-    assert engine.step([(other, 2)], offer=other) == ALL, "vLLM's own cache was empty after the reset"
-    assert not engine.gate.shut
-
-
-def test_waiting_requests_without_blocks_leave_the_cache_clean(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    engine.alive.add("waiting")
-    engine.reset()
-    assert engine.begin(request("new"), 2) == ALL
-    assert engine.begin(request("waiting"), 2) == ALL
-
-
-def test_chunks_computed_from_stale_blocks_are_not_stored(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    old = request("old")
-    engine.begin(old)
-    engine.reset()
-    hit = request("hit")
-    assert engine.begin(hit, 1) == []
-    assert engine.step(offer=hit) == []
-    assert engine.begin(request("from nothing")) == ALL
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("without a reset", {}, "begin:a = 0123 | begin:b@2 = 0123 | clean = True"),
+    (
+        "alive at a reset, until they end",
+        {},
+        """begin:old = 0123 | reset | offer:old = - | begin:new = 0123 | offer:old = - | end:old | begin:old = 0123""",
+    ),
+    (
+        "preempted by the reset: after a new look-up, as vLLM's own cache was empty",
+        {},
+        """begin:old = 0123 | begin:other = 0123 | reset | look:old preempted:old,other offer:old = 0123 |
+        offer:other = - | look:other@2 offer:other = 0123 | clean = True""",
+    ),
+    ("waited without blocks", {}, "alive:waits | reset | begin:new@2 = 0123 | begin:waits@2 = 0123"),
+    (
+        "computed from stale blocks",
+        {},
+        "begin:old = 0123 | reset | begin:hit@1 = - | offer:hit = - | begin:new = 0123",
+    ),
+    ("constant weights", {"kept": True}, "begin:old = 0123 | reset | offer:old = - | begin:hit@2 = 23"),
+    ("a hit of less than a chunk cannot be seen", {"one_block": False}, "begin:old = 0123 | reset | begin:new = -"),
+    (
+        "a reset without requests",
+        {},
+        "begin:old = 0123 | reset | begin:hit@2 = - | end:hit | end:old | reset | clean = True | begin:new@2 = 0123",
+    ),
+    ("ended while loading", {}, "begin:old = 0123 | end:old | reset:old | begin:new@2 = -"),
+    (
+        "a look-up counts only if the request is scheduled in its step",
+        {},
+        """begin:old = 0123 | reset | look:late | new:late offer:late = - | begin:again = 0123 | preempted:again |
+        offer:again = -""",
+    ),
+    (
+        "a preemption without a reset",
+        {},
+        """begin:one = 0123 | begin:two = 0123 | reset | preempted:two | preempted:one,two | begin:hit@1 = -""",
+    ),
+    *(
+        (
+            "a reset that preempts, with waiting requests",
+            {"one_block": one_block},
+            """begin:again = 0123 | begin:old = 0123 | preempted:again | look:waits | reset | look:old preempted:old |
+            clean = True | begin:hit@2 = 0123 | look:waits new:waits offer:waits = 0123""",
+        )
+        for one_block in (True, False)
+    ),
+    (
+        "only waited: cleared by the next look-up of each",
+        {},
+        "look:one,two | reset | look:one | begin:hit@2 = - | look:two | begin:late@2 = 0123",
+    ),
+    *(
+        (
+            "ran without a look-up: vLLM does not report resumed requests",
+            {},
+            f"""begin:again = 0123 | preempted:again | begin:old = 0123 | reset | preempted:old | begin:hit@2 = - |
+            {end} | look:old | begin:late@2 = - | settled = True""",
+        )
+        for end in ("preempted:again | look:again", "end:again | preempted:")
+    ),
+    *(
+        (
+            "held blocks, and its load failed, so that a reset which should preempt all fails",
+            {},
+            f"""begin:old = 0123 | look:holder | {held} | look:old preempted:old | begin:hit@2 = - | look:holder |
+            begin:late@2 = -""",
+        )
+        for held in ("loads:holder | reset:holder", "loads:holder | reset", "new:holder | reset")
+    ),
+]
+# NixlTiersConnector reports what each request begins with: chunks of several blocks can be judged.
+KNOWN = [
+    ("no own hit", {}, "own:new@0 | begin:new = 0123 | offer:new = 0123"),
+    ("half a chunk", {}, "own:new@16 | begin:new = - | offer:new = -"),
+    ("a chunk", {}, "own:new@32 | begin:new@1 = -"),
+    ("less than a chunk in all", {}, "own:new@0 | new:new offer:new = 0123"),
+    ("the next attempt replaces what one has shown", {}, "own:late@0 | look:late | own:late@16 | begin:late = -"),
+    ("a part of a block", {}, "own:new@0 | part:new@8 | begin:new = -"),
+    (
+        "alive at a reset, whatever it began with",
+        {},
+        "own:two@0 | begin:two = 0123 | reset | offer:two = - | own:two@32 | look:two@1 offer:two = -",
+    ),
+    ("constant weights", {"kept": True}, "own:hit@64 | begin:hit@2 = 23"),
+]
+CASES += [
+    (f"known: {name}", {"one_block": False, "known": True, **how}, f"begin:old = 0123 | reset | {text}")
+    for name, how, text in KNOWN
+]
 
 
-def test_with_constant_weights_only_the_hit_itself_is_not_stored(newer: bool) -> None:
-    engine = SimulatedScheduler(kept=True, newer=newer)
-    old = request("old")
-    engine.begin(old)
-    engine.reset()
-    assert engine.step(offer=old) == []
-    assert engine.begin(request("hit"), 2) == [2, 3]
-
-
-def test_nothing_is_stored_where_a_hit_cannot_be_seen(newer: bool) -> None:
-    """A hit of less than a chunk of several blocks."""
-    engine = SimulatedScheduler(one_block=False, newer=newer)
-    engine.begin(request("old"))
-    engine.reset()
-    assert engine.begin(request("new")) == []
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_reset_without_requests_leaves_the_cache_clean(late: bool, newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    old, hit = request("old"), request("hit")
-    engine.begin(old)
-    engine.reset()
-    if late:
-        assert engine.begin(hit, 2) == []
-        engine.end(hit)
-    engine.end(old)
-    engine.reset()
-    assert not engine.gate.shut
-    assert engine.begin(request("new"), 2) == ALL
-
-
-def test_a_request_that_ended_while_loading_still_holds_blocks(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    old = request("old")
-    engine.begin(old)
-    engine.end(old)
-    engine.reset(loading=["old"])
-    assert engine.begin(request("new"), 2) == []
-
-
-def test_a_lookup_counts_only_if_the_request_is_scheduled_in_its_step(newer: bool) -> None:
-    """vLLM looks for its own blocks in every step, and does not look up what it has itself almost wholly."""
-    engine = SimulatedScheduler(newer=newer)
-    engine.begin(request("old"))
-    engine.reset()
-    late = request("late")
-    assert engine.step([(late, 0)]) == []
-    assert engine.step(new=[late], offer=late) == []
-    preempted = request("preempted")
-    assert engine.begin(preempted) == ALL
-    assert engine.step(preempted=[preempted]) == []
-    assert engine.step(offer=preempted) == []
-
-
-def test_a_preemption_without_a_reset_leaves_the_cache_stale(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    one, two = request("one"), request("two")
-    engine.begin(one)
-    engine.begin(two)
-    engine.reset()
-    assert engine.step(preempted=[two]) == []
-    assert engine.step(preempted=[one, two]) == []
-    assert engine.begin(request("hit"), 1) == []
-
-
-@pytest.mark.parametrize("one_block", [True, False])
-def test_a_reset_that_preempts_leaves_the_cache_clean_despite_waiting_requests(one_block: bool, newer: bool) -> None:
-    """A server under load always has requests that wait, for storage or for room, or again since a preemption."""
-    engine = SimulatedScheduler(one_block=one_block, newer=newer)
-    old, waiting, waits_again = request("old"), request("waiting"), request("waits again")
-    engine.begin(waits_again)
-    engine.begin(old)
-    engine.step(preempted=[waits_again])
-    engine.step([(waiting, 0)])
-    engine.reset()
-    engine.step([(old, 0)], preempted=[old])
-    assert not engine.gate._stale_cache
-    assert engine.begin(request("hit"), 2) == ALL
-    assert engine.step([(waiting, 0)], new=[waiting], offer=waiting) == ALL
-
-
-def test_requests_that_only_waited_are_cleared_by_their_next_lookup(newer: bool) -> None:
-    engine = SimulatedScheduler(newer=newer)
-    one, two = request("one"), request("two")
-    engine.step([(one, 0), (two, 0)])
-    engine.reset()
-    engine.step([(one, 0)])
-    assert engine.begin(request("hit"), 2) == [], "who knows about the other"
-    engine.step([(two, 0)])
-    assert engine.begin(request("late hit"), 2) == ALL
-
-
-@pytest.mark.parametrize("end", ["preempted", "ended"])
-def test_a_request_that_ran_without_a_lookup_leaves_the_cache_stale(end: str, newer: bool) -> None:
-    """vLLM does not report resumed requests, and the next step may preempt others for lack of blocks."""
-    engine = SimulatedScheduler(newer=newer)
-    old, again = request("old"), request("again")
-    engine.begin(again)
-    engine.step(preempted=[again])
-    engine.begin(old)
-    engine.reset()
-    engine.step(preempted=[old])
-    assert engine.begin(request("hit"), 2) == []
-    if end == "preempted":
-        engine.step(preempted=[again])
-        engine.step([(again, 0)])
-    else:
-        engine.end(again)
-        engine.step()
-    engine.step([(old, 0)])
-    assert engine.begin(request("late hit"), 2) == []
-    assert engine.gate._unsettled is None, "and that is known"
-
-
-@pytest.mark.parametrize("how", ["loads", "has loaded", "runs"])
-def test_a_request_that_held_blocks_leaves_the_cache_stale(how: str, newer: bool) -> None:
-    """A reset that should preempt all fails while a request loads; another one may follow that preempts no request."""
-    engine = SimulatedScheduler(newer=newer)
-    old, holder = request("old"), request("holder")
-    engine.begin(old)
-    engine.step([(holder, 0)])
-    if how == "runs":
-        engine.step(new=[holder])
-    else:
-        engine.gate.load_began("holder")
-    engine.reset(["holder"] if how == "loads" else [])
-    engine.step([(old, 0)], preempted=[old])
-    assert engine.begin(request("hit"), 2) == []
-    engine.step([(holder, 0)])  # its load failed
-    assert engine.begin(request("late hit"), 2) == []
-
-
-def test_ended_requests_are_forgotten() -> None:
-    engine = SimulatedScheduler()
-    contexts = [request(f"r{number}") for number in range(8)]
-    for context in contexts:
-        engine.begin(context)
-    engine.reset()
-    for context in contexts:
-        engine.step([(context, 0)], new=[context])
-        engine.end(context)
-    gate = engine.gate
+@pytest.mark.parametrize("newer", [False, True], ids=["before 0.33", "0.33"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_what_is_stored(case: tuple[str, dict[str, Any], str], newer: bool) -> None:
+    play = Play(newer=newer, **case[1])
+    play.lines(case[2].replace("|", "\n"))
+    for name in (*play.alive, "again"):
+        play.gate.ended(name)
+    gate = play.gate
     kept = [gate.holding, gate._allocated, gate._blocked, gate._from, gate._looked_up, gate._first_end]
-    assert [len(things) for things in kept] == [0] * 6
+    assert [each for each in kept if each] == [], "ended requests are forgotten"
 
 
-class TestWithNixlTiersConnector:
-    """It reports what each request begins with, and the first step of each: chunks of several blocks can be judged."""
-
-    @staticmethod
-    def after_a_reset(*, kept: bool = False, newer: bool) -> SimulatedScheduler:
-        engine = SimulatedScheduler(kept=kept, one_block=False, newer=newer)
-        engine.own.known = True
-        engine.begin(request("old"))
-        engine.reset()
-        return engine
-
-    @pytest.mark.parametrize(("own", "stored"), [(0, ALL), (TOKENS // 2, []), (TOKENS, [])])
-    def test_a_request_without_an_own_hit_is_stored_and_one_with_half_a_chunk_is_not(
-        self, own: int, stored: list[int], newer: bool
-    ) -> None:
-        engine = self.after_a_reset(newer=newer)
-        new = request("new")
-        engine.own.began_at("new", own)
-        assert engine.begin(new, own // TOKENS) == stored
-        assert engine.step(offer=new) == stored
-
-    def test_so_is_one_that_is_not_looked_up_as_it_has_less_than_a_chunk(self, newer: bool) -> None:
-        engine = self.after_a_reset(newer=newer)
-        new = request("new")
-        engine.own.began_at("new", 0)
-        assert engine.step(new=[new], offer=new) == ALL
-
-    def test_what_an_attempt_to_begin_has_shown_is_replaced_by_the_next(self, newer: bool) -> None:
-        engine = self.after_a_reset(newer=newer)
-        late = request("late")
-        engine.own.began_at("late", 0)
-        engine.step([(late, 0)])
-        engine.own.began_at("late", TOKENS // 2)  # others have computed it meanwhile, upon old blocks
-        assert engine.begin(late) == []
-
-    def test_a_part_of_a_block_is_an_own_hit(self, newer: bool) -> None:
-        engine = self.after_a_reset(newer=newer)
-        engine.own.began_at("new", 0)
-        engine.own.scheduled_at("new", 8)
-        assert engine.begin(request("new")) == []
-
-    def test_requests_alive_at_a_reset_store_nothing_whatever_they_began_with(self, newer: bool) -> None:
-        engine = self.after_a_reset(newer=newer)
-        second = request("second")
-        engine.own.began_at("second", 0)
-        assert engine.begin(second) == ALL
-        engine.reset()
-        assert engine.step(offer=second) == []
-        engine.own.began_at("second", TOKENS)  # preempted meanwhile
-        assert engine.step([(second, 1)], offer=second) == []
-
-    def test_with_constant_weights_all_but_the_hit_is_stored(self, newer: bool) -> None:
-        engine = self.after_a_reset(kept=True, newer=newer)
-        engine.own.began_at("hit", 2 * TOKENS)
-        assert engine.begin(request("hit"), 2) == [2, 3]
-
-    @pytest.mark.parametrize(("known", "what"), [(True, "only requests without a hit"), (False, "NixlTiersConnector")])
-    def test_the_warning_says_what_is_stored(self, caplog: pytest.LogCaptureFixture, known: bool, what: str) -> None:
-        engine = SimulatedScheduler(one_block=False)
-        engine.own.known = known
-        engine.begin(request("old"))
-        engine.reset()
-        engine.begin(request("new"))
-        assert [what in record.message for record in caplog.records] == [True]
+@pytest.mark.parametrize(("known", "what"), [(True, "only requests without a hit"), (False, "NixlTiersConnector")])
+def test_the_warning_says_what_is_stored(caplog: pytest.LogCaptureFixture, known: bool, what: str) -> None:
+    Play(one_block=False, known=known).lines("begin:old = 0123\nreset\nbegin:new = -")
+    assert [what in record.message for record in caplog.records] == [True]

@@ -1,7 +1,9 @@
-"""A rank publishes that its weights are being changed, whoever changes them."""
+"""A rank publishes that its weights are being changed, whoever changes them, and ends its copies before it sleeps."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ pytest.importorskip("vllm")
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.vllm.weight_changes import CALLS, STARTS, watch_weights
+from nixl_tiers.vllm.worker import drain_before_sleep
 
 
 @pytest.fixture
@@ -50,21 +53,13 @@ class Worker:
         if self.fails:
             raise OSError("the trainer is gone")
 
-    def start_weight_update(self) -> None:
-        self.see()
-
-    def start_draft_weight_update(self) -> None:
-        self.see()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.see()
-
-    def finish_weight_update(self) -> None:
-        self.see()
-
     def reload_weights(self, weights_path: str | None = None) -> None:
         self.model.load_weights()
         self.see()  # it goes on
+
+
+for name in CALLS[:-1]:
+    setattr(Worker, name, lambda self, *_: self.see())
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def worker(region: HostRegion) -> Worker:
     return worker  # type: ignore[no-any-return]
 
 
-def test_a_reload_is_one_change(worker: Worker) -> None:
+def test_a_reload_is_one_change(worker: Any) -> None:
     worker.reload_weights(weights_path="elsewhere")
     assert worker.seen == [1, 1], "while the model's own load_weights, which it calls, changes them, and after that"
     assert worker.region.ranks.weights == (0, 2), "and of this rank only"
@@ -83,13 +78,13 @@ def test_a_reload_is_one_change(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("which", ["model", "draft"])
-def test_weights_that_are_loaded_into_a_model_behind_vllms_back_are_a_change(worker: Worker, which: str) -> None:
+def test_weights_that_are_loaded_into_a_model_behind_vllms_back_are_a_change(worker: Any, which: str) -> None:
     assert getattr(worker, which).load_weights([("w", 1)]) == {"loaded"}
     assert (worker.seen, worker.word) == ([1], 2)
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_an_update_is_one_change_from_its_start_to_its_finish(worker: Worker, start: str) -> None:
+def test_an_update_is_one_change_from_its_start_to_its_finish(worker: Any, start: str) -> None:
     """Also between its calls: some transports write in the background."""
     getattr(worker, start)()
     words = [worker.word]
@@ -102,34 +97,26 @@ def test_an_update_is_one_change_from_its_start_to_its_finish(worker: Worker, st
     assert (worker.seen, words, worker.word) == ([1] * 5, [1] * 4, 2)
 
 
+@pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_fails_is_a_change_that_has_ended(worker: Worker, name: str) -> None:
-    """The weights may have changed in part, and the engine may go on."""
+def test_a_call_that_fails_is_a_change_that_has_ended(worker: Any, name: str, within: bool) -> None:
+    """The weights may have changed in part, and the engine may go on. Within an update only its own calls end it: vLLM
+    refuses a second start and goes on with the first; and the model's own calls are no part of the update."""
+    if within:
+        worker.start_weight_update()
     worker.fails = True
     with pytest.raises(OSError, match="trainer"):
         getattr(worker, name)(*([{}] if name == "update_weights" else []))
-    assert (worker.seen, worker.word) == ([1], 2)
+    ended = not within or name in ("update_weights", "finish_weight_update")
+    assert (worker.seen, worker.word) == ([1] * (1 + within), 2 if ended else 1)
     worker.fails = False
-    worker.start_weight_update()
+    if not within:
+        worker.start_weight_update()
     worker.finish_weight_update()
-    assert worker.word == 4
+    assert worker.word == (4 if ended else 2)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_update_ends_by_a_call_of_its_own_that_fails(worker: Worker, name: str) -> None:
-    """vLLM refuses a second start and goes on with the first; and the model's own calls are no part of the update."""
-    ends = name in ("update_weights", "finish_weight_update")
-    worker.start_weight_update()
-    worker.fails = True
-    with pytest.raises(OSError, match="trainer"):
-        getattr(worker, name)(*([{}] if name == "update_weights" else []))
-    assert (worker.seen, worker.word) == ([1, 1], 2 if ends else 1)
-    worker.fails = False
-    worker.finish_weight_update()
-    assert worker.word == (4 if ends else 2)
-
-
-def test_a_second_engine_in_the_process_sees_changes_once(region: HostRegion, worker: Worker) -> None:
+def test_a_second_engine_in_the_process_sees_changes_once(region: HostRegion, worker: Any) -> None:
     with HostRegion.create(region.geometry, 1) as second:
         wrapped = type(worker).update_weights
         watch_weights(second, 0, worker)
@@ -161,6 +148,37 @@ def test_the_worker_is_the_one_that_makes_the_connector(region: HostRegion, capl
     assert "not noticed" in caplog.text
 
 
+class Copies:
+    def __init__(self, seen: list[str], name: str) -> None:
+        self.seen, self.name = seen, name
+
+    def drain(self) -> None:
+        self.seen.append(self.name)
+
+
+def test_every_swap_is_drained_once_before_the_worker_sleeps() -> None:
+    seen: list[str] = []
+
+    class Worker:
+        def sleep(self, level: int = 1) -> int:
+            seen.append("asleep")
+            return level
+
+    first, second = Copies(seen, "copies"), Copies(seen, "copies")
+    drain_before_sleep(first, Worker)
+    drain_before_sleep(second, Worker)
+    assert Worker().sleep(2) == 2
+    assert seen == ["copies", "copies", "asleep"]
+    seen.clear()
+    del second
+    gc.collect()
+    assert Worker().sleep(level=1) == 1
+    assert seen == ["copies", "asleep"]
+    del first
+    gc.collect()
+
+
 def test_vllms_worker_has_the_methods() -> None:
     worker = pytest.importorskip("vllm.v1.worker.gpu_worker", exc_type=ImportError).Worker
     assert [name for name in CALLS if not hasattr(worker, name)] == []
+    assert list(inspect.signature(worker.sleep).parameters)[:2] == ["self", "level"]

@@ -177,37 +177,34 @@ class TestWhatHasChangedIsNoticed:
         assert digest_of_files(tmp_path) != before
 
 
-class TestRevision:
-    @pytest.fixture
-    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        from huggingface_hub import constants
-
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "none"))
-        folder = tmp_path / "cache" / "models--org--name" / "refs"
-        folder.mkdir(parents=True)
-        (folder / "main").write_text(COMMIT)
-        (folder / "v1").write_text(OTHER + "\n")
-        return tmp_path / "cache"
-
-    def test_a_commit_is_itself(self) -> None:
-        assert resolved_commit("org/name", COMMIT, OTHER, None) == COMMIT
-
-    @pytest.mark.parametrize("revision", [None, "main", "v1"])
-    def test_a_hub_name_resolves_to_the_configurations_commit(self, cache: Path, revision: str | None) -> None:
-        assert resolved_commit("org/name", revision, OTHER, None) == OTHER
-
-    def test_a_hub_name_resolves_by_the_weights_own_cache(self, cache: Path) -> None:
-        assert resolved_commit("org/name", "main", OTHER, str(cache)) == COMMIT
-        assert resolved_commit("org/name", "v1", None, str(cache)) == OTHER
-        assert not resolved_commit("org/name", "v2", None, str(cache))
-
-    def test_a_hub_name_resolves_by_the_hubs_cache_without_a_commit(
-        self, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from huggingface_hub import constants
-
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-        assert resolved_commit("org/name", None, None, None) == COMMIT
+@pytest.mark.parametrize(
+    ("revision", "config_commit", "own", "hubs", "commit"),
+    [
+        (COMMIT, OTHER, False, False, COMMIT),
+        *((revision, OTHER, False, False, OTHER) for revision in (None, "main", "v1")),
+        ("main", OTHER, True, False, COMMIT),
+        ("v1", None, True, False, OTHER),
+        ("v2", None, True, False, None),
+        (None, None, False, True, COMMIT),
+    ],
+)
+def test_a_revision_is_resolved(
+    revision: str | None,
+    config_commit: str | None,
+    *,
+    own: bool,
+    hubs: bool,
+    commit: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "cache" / "models--org--name" / "refs"
+    folder.mkdir(parents=True)
+    (folder / "main").write_text(COMMIT)
+    (folder / "v1").write_text(OTHER + "\n")
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", cache if hubs else str(tmp_path / "none"))
+    assert (resolved_commit("org/name", revision, config_commit, cache if own else None) or None) == commit
 
 
 @pytest.mark.parametrize("commit", [None, "", "main"])

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import gc
 import os
+import pickle
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -121,20 +120,6 @@ def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
     rank = Rank(**getattr(request, "param", {"pages": [[512, 256]]}))
     yield rank
     rank.worker.shutdown()
-
-
-def test_one_group_round_trips(rank: Rank) -> None:
-    before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
-    result = rank.store(rows_of(4, 1, 0, counts=(3,)), GPULoadStoreSpec([9, 2, 5], [3], [0]))
-    assert result.success
-    assert result.transfer_size == 3 * 768
-    assert rank.region.written([4, 1, 0], 1).all()
-    assert rank.region.rows_view[1, :768].tobytes() == before[2]
-    rank.clear()
-    assert rank.load(rows_of(1, 4, counts=(2,)), GPULoadStoreSpec([7, 8], [2], [0])).success
-    assert rank.bytes_of(0, 7) == before[2]
-    assert rank.bytes_of(0, 8) == before[9]
-    assert rank.bytes_of(0, 2) == bytes(768)
 
 
 @pytest.mark.parametrize("rank", [{"pages": [[512], [256, 64]], "blocks_per_chunk": 2}], indirect=True)
@@ -325,15 +310,13 @@ def test_a_failed_store_is_reported_to_the_scheduler_and_not_to_vllm(rank: Rank,
         (rows_of(0, counts=(1,)), GPULoadStoreSpec([0, 1], [2], [0])),
     ],
 )
-def test_a_failed_load_is_reported_as_failed(rank: Rank, rows: RowsSpec, engine: Any) -> None:
+def test_a_failed_load_is_reported_as_failed(
+    rank: Rank, rows: RowsSpec, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     before = [rank.bytes_of(0, block) for block in range(BLOCKS)]
     assert not rank.load(rows, engine).success
-    assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == before
-
-
-def test_a_failed_load_logs_which_connector_would_recompute(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
-    assert not rank.load(rows_of(0, counts=(1,)), GPULoadStoreSpec([BLOCKS], [1], [0])).success
     assert "with kv_connector NixlTiersConnector and kv_load_failure_policy recompute" in caplog.text
+    assert [rank.bytes_of(0, block) for block in range(BLOCKS)] == before
 
 
 def test_failed_loads_can_be_collected(rank: Rank) -> None:
@@ -365,6 +348,16 @@ def test_a_store_that_cannot_be_marked_is_not_a_failed_load(
     assert not rank.region.written([0], 1).any()
 
 
+def test_a_spec_survives_pickling_and_is_small() -> None:
+    spec = RowsSpec(np.arange(1000), (600, 400), (1 << 40) - 1, {7: 3})
+    raw = pickle.dumps(spec)
+    again = pickle.loads(raw)
+    assert again.rows.tolist() == list(range(1000))
+    assert again.rows.dtype == np.int64
+    assert (again.counts, again.store_seq, again.missing) == ((600, 400), (1 << 40) - 1, {7: 3})
+    assert len(raw) < 4 * 1000 + 300
+
+
 class Slow:
     """A swap on a device: starts copies, and ends them when the test does."""
 
@@ -384,53 +377,40 @@ class Slow:
         return 0.25
 
 
-def test_on_a_device_copies_start_at_submission_and_are_polled() -> None:
-    others = {*threading.enumerate()}  # a worker of another test may not be collected yet
+@contextmanager
+def on_device(swap: Any, pages: Sequence[int] = (512,), **settings: float) -> Iterator[NixlTiersWorker]:
+    """A worker whose copies are started at their submission and polled."""
     region = HostRegion.create(Geometry(1, 512), ROWS)
-    slow = Slow()
-    host = worker_over(region, caches_of([[512]]), 0)
-    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
-    assert host._jobs.stop()
-    threads = {*threading.enumerate()} - others
-    assert not [thread for thread in threads if thread.name.startswith("nixl_tiers-")]
-    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
-    worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
-    mine = threading.current_thread().name
-    assert slow.started == [("store", mine), ("load", mine)]
-    assert worker.get_finished() == []
-    assert not region.written([0], 1).any()
-    slow.go.set()
-    results = worker.get_finished()
-    assert sorted(result.job_id for result in results) == [1, 2]
-    assert [result.transfer_time for result in results] == [0.25, 0.25], "the device's time, not the host's"
-    assert region.written([0], 1).all()
+    host = worker_over(region, caches_of([[page] for page in pages]), 0)
+    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs(**settings))
+    yield worker
     worker.shutdown()
+    host.shutdown()
 
 
 def test_stores_of_a_step_are_one_copy_on_a_device_and_have_results_of_their_own() -> None:
-    region = HostRegion.create(Geometry(1, 512), ROWS)
     slow = Slow()
-    host = worker_over(region, caches_of([[512]]), 0)
-    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs())
-    worker.collect()
-    for job in (1, 2):
-        rows = range(job * 2 - 2, job * 3 - 2)
-        spec = rows_of(*rows, counts=(len(rows),), store_seq=job)
-        worker.submit_store(job, GPULoadStoreSpec([*rows], [len(rows)], [0]), spec)
-    assert slow.started == []
-    worker.flush()
-    assert [kind for kind, _ in slow.started] == ["store"]
-    worker.flush()
-    assert len(slow.started) == 1
-    assert worker.get_finished() == []
-    slow.go.set()
-    results = worker.get_finished()
-    assert [(each.job_id, each.success, each.transfer_size) for each in results] == [(1, True, 512), (2, True, 1024)]
-    assert sum(each.transfer_time or 0.0 for each in results) == pytest.approx(0.25), "of one copy, by their bytes"
-    assert region.written([0], 1).all()
-    assert region.written([2, 3], 2).all()
-    worker.shutdown()
-    host.shutdown()
+    with on_device(slow) as worker:
+        worker.collect()
+        for job in (1, 2):
+            rows = range(job * 2 - 2, job * 3 - 2)
+            spec = rows_of(*rows, counts=(len(rows),), store_seq=job)
+            worker.submit_store(job, GPULoadStoreSpec([*rows], [len(rows)], [0]), spec)
+        assert slow.started == []
+        worker.flush()
+        worker.flush()
+        assert slow.started == [("store", threading.current_thread().name)]
+        assert worker.get_finished() == []
+        written = worker._region.written
+        assert not written([0], 1).any()
+        slow.go.set()
+        results = worker.get_finished()
+        shown = [(each.job_id, each.success, each.transfer_size) for each in results]
+        assert shown == [(1, True, 512), (2, True, 1024)]
+        took_s = sum(each.transfer_time or 0.0 for each in results)
+        assert took_s == pytest.approx(0.25), "the device's time of one copy, by their bytes"
+        assert written([0], 1).all()
+        assert written([2, 3], 2).all()
 
 
 @pytest.mark.parametrize("how", ["wait", "flush, wait", "get_finished", "load, flush"])
@@ -456,53 +436,16 @@ def test_collected_stores_have_read_their_blocks_before_the_engine_may_write_to_
     assert rank.region.rows_view[4, :768].tobytes() == before
 
 
-def test_a_store_that_runs_holds_up_no_load_on_a_device() -> None:
-    region = HostRegion.create(Geometry(1, 512), ROWS)
-    store, load = Slow(), Slow()
-    host = worker_over(region, caches_of([[512]]), 0)
-    swap = SimpleNamespace(copy=lambda *_, to_host: store if to_host else load)
-    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
-    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
-    worker.submit_load(2, rows_of(1, counts=(1,)), GPULoadStoreSpec([1], [1], [0]))
-    load.go.set()
-    assert [result.job_id for result in worker.get_finished()] == [2]
-    store.go.set()
-    assert [result.job_id for result in worker.get_finished()] == [1]
-    worker.shutdown()
-    host.shutdown()
-
-
 def test_a_copy_on_a_device_that_does_not_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    region = HostRegion.create(Geometry(1, 512), ROWS)
     slow = Slow()
-    host = worker_over(region, caches_of([[512]]), 0)
-    worker = NixlTiersWorker(region, host._plan, slow, 0, jobs=PolledJobs(overdue_s=0.0))
-    for job in (1, 2):
-        worker.submit_store(job, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
-    for _ in range(3):
-        assert worker.get_finished() == []
-    (warned,) = [record.message for record in caplog.records if "has not ended" in record.message]
-    assert warned == (
-        "nixl_tiers: a store between GPU and host memory has not ended after 0 s (job 1, and 1 behind it): the GPU's "
-        "work before it has not ended, or the GPU hangs"
-    )
-    slow.go.set()
-    worker.shutdown()
-    host.shutdown()
-
-
-def test_a_worker_without_shutdown_is_collected_with_copies_on_its_device() -> None:
-    region = HostRegion.create(Geometry(1, 512), ROWS)
-    slow = Slow()
-    plan = worker_over(region, caches_of([[512]]), 0)._plan
-    worker = NixlTiersWorker(region, plan, slow, 0, jobs=PolledJobs())
-    worker.submit_store(1, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
-    slow.go.set()
-    collected = weakref.ref(worker)
-    del worker
-    gc.collect()
-    assert collected() is None
-    assert region._closed
+    with on_device(slow, overdue_s=0.0) as worker:
+        for job in (1, 2):
+            worker.submit_store(job, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
+        for _ in range(3):
+            assert worker.get_finished() == []
+        (warned,) = [record.message for record in caplog.records if "has not ended" in record.message]
+        assert "a store between GPU and host memory has not ended after 0 s (job 1, and 1 behind it)" in warned
+        slow.go.set()
 
 
 class HalfBroken(Slow):
@@ -525,20 +468,15 @@ class Failing(Slow):
 
 def test_a_failed_load_is_reported_after_all_started_copies_have_ended() -> None:
     """Its blocks are given to others then."""
-    pages = [[512], [512], [512]]
-    region = HostRegion.create(Geometry(1, 512), ROWS)
     swap = HalfBroken()
-    host = worker_over(region, caches_of(pages), 0)
-    worker = NixlTiersWorker(region, host._plan, swap, 0, jobs=PolledJobs())
-    worker.submit_load(1, rows_of(0, 1, 2, counts=(1, 1, 1)), GPULoadStoreSpec([0, 1, 2], [1, 1, 1], [0, 0, 0]))
-    worker.submit_load(2, rows_of(3, counts=(0, 0, 1)), GPULoadStoreSpec([3], [0, 0, 1], [0, 0, 0]))
-    assert [direction for direction, _ in swap.started] == ["load"] * 3
-    assert worker.get_finished() == []
-    swap.go.set()
-    worker.wait({1, 2})
-    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, False), (2, True)]
-    worker.shutdown()
-    host.shutdown()
+    with on_device(swap, (512, 512, 512)) as worker:
+        worker.submit_load(1, rows_of(0, 1, 2, counts=(1, 1, 1)), GPULoadStoreSpec([0, 1, 2], [1, 1, 1], [0, 0, 0]))
+        worker.submit_load(2, rows_of(3, counts=(0, 0, 1)), GPULoadStoreSpec([3], [0, 0, 1], [0, 0, 0]))
+        assert [direction for direction, _ in swap.started] == ["load"] * 3
+        assert worker.get_finished() == []
+        swap.go.set()
+        worker.wait({1, 2})
+        assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, False), (2, True)]
 
 
 def test_a_store_whose_copy_does_not_start_or_fails_marks_no_row() -> None:
