@@ -32,7 +32,6 @@ LONG: Final = (
     "tests/system/core/test_order.py",
     "tests/vllm/test_contract.py",
     "tests/core/test_crossover.py",
-    "tests/system/test_monitoring.py",
     "tests/system/test_dist.py",
     "tests/system/tiers/s3/test_commands.py",
     "tests/system/integration/test_corruption.py",

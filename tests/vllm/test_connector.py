@@ -32,7 +32,7 @@ def config_of(policy: str) -> Any:
             kv_connector_extra_config={"spec_name": "NixlTiersSpec"}, kv_load_failure_policy=policy
         ),
         scheduler_config=SimpleNamespace(policy="fcfs", max_num_batched_tokens=2048, long_prefill_token_threshold=512),
-        parallel_config=SimpleNamespace(rank=1, tensor_parallel_size=4),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=4),
     )
 
 
@@ -93,7 +93,7 @@ def test_what_happens_to_failed_loads_is_up_to_the_parent_connector(
         lambda self, *_: vars(self).update(connector_scheduler=None, connector_worker=object(), _bounding_group_ids=()),
     )
     with set_current_vllm_config(parent):
-        NixlTiersConnector(child, None, SimpleNamespace(kv_cache_groups=(), kv_tp_replicas=1))
+        NixlTiersConnector(child, None, SimpleNamespace(kv_cache_groups=(), kv_tp_replicas=4))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == warned
     for sentence in said:

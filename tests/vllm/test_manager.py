@@ -342,6 +342,9 @@ def test_misses_are_the_same_however_many_holds_it_takes_to_count_them(
     assert values["nixl_tiers:misses"]["none", "never_stored"] == ROWS, "what is behind a miss has its reason"
 
 
+ANSWERS = {"pending": "HIT_PENDING", "hit": "HIT"}
+
+
 class SteppingEngine(Engine):
     """What vLLM's scheduler does in a step with requests that each look up one chunk, by words: a verb and requests
     (names of one letter). `pending` is in storage, `hit` in host memory; `loaded`: the load has ended."""
@@ -349,7 +352,7 @@ class SteppingEngine(Engine):
     def __init__(self, pause_s: float = PAUSE_S) -> None:
         super().__init__(windows=(1,), pause_s=pause_s)
         chunks = hashes(2)
-        self.keys = dict(zip(("pending", "hit"), [make_offload_key(each, 0) for each in chunks], strict=True))
+        self.keys = dict(zip(ANSWERS, [make_offload_key(each, 0) for each in chunks], strict=True))
         self.store([self.keys["pending"]])
         self.put([self.keys["hit"]])
         self.contexts = {name: self.vllm.request(name, chunks).req_context for name in "abcd"}
@@ -367,7 +370,7 @@ class SteppingEngine(Engine):
                 context = self.contexts[name]
                 match verb:
                     case "pending" | "hit":
-                        self.manager.lookup(self.keys[verb], context)
+                        assert self.manager.lookup(self.keys[verb], context) is LookupResult[ANSWERS[verb]]
                     case "load":
                         self.manager.prepare_load([self.keys["hit"]], context)
                     case "loaded":
@@ -425,16 +428,14 @@ def test_a_copy_is_known_to_take_its_time_only_if_the_engine_computes_nothing_me
 
 
 @pytest.mark.parametrize(("tier", "named"), [("file", "DISK"), ("s3", "EXTERNAL_UNSPECIFIED")])
-def test_a_hit_names_its_tier_and_waiting_is_a_pending_hit(tier: str, named: str, tmp_path: Path) -> None:
+def test_a_hit_names_its_tier(tier: str, named: str, tmp_path: Path) -> None:
     places = {"file": file_tier(tmp_path, "1MiB"), "s3": {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}}
     engine = Engine(windows=(1,), tier=places[tier])
     (chunk,) = hashes(1)
     key = make_offload_key(chunk, 0)
-    engine.store([key])
+    engine.put([key])
+    engine.core.host.index[key].source = tier
     context = engine.vllm.request("r", [chunk]).req_context
-    assert engine.manager.lookup(key, context) is LookupResult.HIT_PENDING
-    engine.load_all()
-    engine.vllm.end_step()
     assert engine.manager.lookup(key, context) is LookupResult.HIT
     engine.manager.prepare_load([key], context)
     assert engine.manager.get_load_source(key, context) is compat.CacheHitSource[named]
