@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import yaml
@@ -17,8 +17,6 @@ from nixl_tiers.config import schema
 from nixl_tiers.config.warnings import warnings_of
 from tests.support.kubernetes import folder, render, rendered
 from tests.test_guide import EXAMPLES, ROOT
-
-CHUNK: Final = 100_000
 
 
 @pytest.mark.smoke

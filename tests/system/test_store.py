@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import nixl_tiers
 from nixl_tiers.base.chunk import Key
 from nixl_tiers.mover.protocol import Store, ToMover, packet_of
 from nixl_tiers.runtime import mover_link
-from nixl_tiers.store import GET_KEYS
 from tests.support.file_tier import file_tier
 from tests.support.leaks import host_rows_in_use
 from tests.support.waiting import until, until_up
@@ -204,33 +202,3 @@ def test_put_of_more_than_host_memory_holds_writes_each_key_once_and_ends(
         out = np.zeros((rows, SMALL), np.uint8)
         assert store.get(keys[:rows], out) == [True] * rows
         assert np.array_equal(out, rows_of(keys[:rows]))
-
-
-def test_get_of_many_chunks_looks_each_up_twice_in_short_holds_and_hits_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of(6000)
-    tiers = config(file_tier(tmp_path, "256MiB"), rows=24_000, wait_s=120.0)
-    with nixl_tiers.open(tiers, SMALL, "n") as store:
-        until_up(store)
-        assert store.put(keys, rows_of(keys)) == len(keys)
-        assert store.flush(300)
-    with nixl_tiers.open(tiers, SMALL, "n") as store:
-        until_up(store)
-        assert store.locate(keys) == ["file"] * len(keys)
-        held: Counter[int] = Counter()
-        look_up, hold = store.coordinator._core.look_up_keys, store.coordinator.core()
-
-        def counted(name: str, keys: Any, *arguments: Any) -> Any:
-            held[hold.entered] += len(keys)
-            return look_up(name, keys, *arguments)
-
-        monkeypatch.setattr(store.coordinator._core, "look_up_keys", counted)
-        out = np.zeros((len(keys), SMALL), np.uint8)
-        assert all(store.get(keys, out))
-        assert np.array_equal(out, rows_of(keys))
-        assert held.total() <= 2 * len(keys)
-        assert max(held.values()) <= GET_KEYS
-        held.clear()
-        assert all(store.get(keys, out))
-        assert held.total() == len(keys), "what is in host memory is looked up once"

@@ -56,12 +56,6 @@ def test_what_a_byte_of_kv_takes(
     assert amplification(config, groups(*specs)) == pytest.approx(expected)
 
 
-def test_groups_whose_layers_differ(offloading_config: Build) -> None:
-    config = offloading_config(block_bytes=10 * PAGE)
-    of_layers = SimpleNamespace(kv_cache_specs={"layer.0": attention(2), "layer.1": attention(50)})
-    assert amplification(config, groups(of_layers)) == 5.0
-
-
 def test_more_than_the_limit_is_refused_and_less_is_said(
     offloading_config: Build, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1 import kv_cache_interface as interface
 
 from nixl_tiers.vllm.chunk_size import default_blocks, with_chunks
-from nixl_tiers.vllm.replicated import copies_of
-from nixl_tiers.vllm.spec import geometry_of
 
 HEAD = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
 
@@ -140,13 +138,3 @@ def test_what_is_configured_wins_and_stays_as_it_is_written(extra: dict[str, Any
     assert written.kv_transfer_config.kv_connector_extra_config == {"spec_name": "NixlTiersSpec", **extra}
     assert (mine is written) is bool(extra)
     assert (mine.parallel_config, mine.kv_transfer_config.engine_id) == (written.parallel_config, "engine")
-
-
-def test_ranks_with_the_same_latents_share_one_cell_of_larger_chunks() -> None:
-    layers = caches(latent(16))
-    layers.kv_tp_replicas = 2
-    config = build_offloading_config(with_chunks(engine(tensor=2), layers), layers)
-    assert config.replicated_layout
-    block_bytes = config.worker_kv_bytes_per_block
-    geometry = geometry_of(config, copies_of(config).ranks)
-    assert (geometry.cells, geometry.cell_payload, geometry.sub_blocks) == (1, 4 * block_bytes, 4)

@@ -21,7 +21,6 @@ from nixl_tiers.vllm import compat, plugin, replicated
 from nixl_tiers.vllm.chains import Arrivals
 from nixl_tiers.vllm.connector import NixlTiersConnector, refuse
 from nixl_tiers.vllm.replicated import Copies
-from tests.support.file_tier import file_tier
 
 VLLMS = "nixl_tiers.vllm.connector.OffloadingConnector."
 
@@ -176,13 +175,6 @@ def test_a_bad_configuration_is_refused_while_vllm_makes_its_own(
             kv_transfer_config=KVTransferConfig(**whole if multi else mine),
             compilation_config=CompilationConfig(cudagraph_mode="FULL", mode=0),
         )
-
-
-def test_a_good_configuration_may_have_all_cuda_graphs() -> None:
-    """Nor does the process that takes requests look at paths: it may be on another machine than the engine."""
-    tiers = [{"type": "cpu", "capacity": "64GiB"}, file_tier("/proc/no/such", "1MiB")]
-    extra = {"spec_name": "NixlTiersSpec", "blocks_per_chunk": 2, "tiers": tiers}
-    assert NixlTiersConnector.requires_piecewise_for_cudagraph(extra) is False
 
 
 def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypatch: pytest.MonkeyPatch) -> None:

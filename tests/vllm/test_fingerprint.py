@@ -233,12 +233,3 @@ def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: di
     assert note.startswith("storage tiers are refused unless")
     assert sentence in note
     assert len(note.encode()) <= 400
-
-
-def test_facts_that_the_user_vouches_for_give_no_note(
-    make: Callable[..., Fingerprint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert make(tiers={"model_id": "mine"}, model="org/name").note == ""
-    assert make(tiers={"lora_storage": True}, lora_config=object()).note == ""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert make(cache_config__prefix_caching_hash_algo="xxhash_cbor").note == ""

@@ -60,11 +60,6 @@ def test_other_hints_are_understood() -> None:
     assert read(None, priority="normal") == (Hints(), {Outcome.ACCEPTED: 1})
 
 
-@pytest.mark.parametrize("seconds", [LONGEST_S + 1, float("inf"), 10**400])
-def test_a_time_beyond_the_longest_is_clipped(seconds: float) -> None:
-    assert read(None, retain_s=seconds)[0].at_end == (AtEnd(Verb.RETAIN, LONGEST_S, True),)
-
-
 @pytest.mark.parametrize(
     ("hints", "outcome", "sentence"),
     [
@@ -187,15 +182,6 @@ def test_hints_of_vllm_are_acted_on_and_counted(rig: Rig) -> None:
     assert stats.data["data"]["nixl_tiers:kv_hint_requests"] == {(): 1.0}
     assert outcomes(stats) == {"accepted": 1, "unknown": 1, "rejected": 2}, "there is no tier to promote from"
     assert not rig.manager._wishes.at_end
-
-
-def test_time_frees_what_was_retained_without_a_storage_tier(rig: Rig) -> None:
-    rig.run("kept", hashes_of(4, 1), {"nixl_tiers": {"retain_s": 600}})
-    now = rig.coordinator.now
-    later = lambda: now() + 601  # noqa: E731 - a clock
-    rig.coordinator.now = rig.coordinator._hold._clock = later  # type: ignore[method-assign]
-    fill(rig)
-    assert rig.coordinator.counters()["cpu"]["retained_rows"] == 0
 
 
 def test_what_a_request_of_low_priority_stores_is_evicted_first(rig: Rig) -> None:

@@ -76,21 +76,10 @@ def test_the_factors_that_long_rope_was_made_with_count_not_the_longest_context(
     assert of_rope(200, **LONG) == short
 
 
-@pytest.mark.parametrize("parameters", [{}, YARN, LINEAR], ids=["default", "yarn", "linear"])
-def test_lengths_that_change_nothing_share(parameters: dict[str, Any]) -> None:
-    assert of_rope(512, **parameters) == of_rope(256, **parameters)
-
-
 def test_kinds_and_factors_of_rope_share_nothing() -> None:
     kinds = [{}, LINEAR, {**LINEAR, "factor": 4.0}, YARN, {**YARN, "factor": 4.0}, {**YARN, "beta_fast": 16}]
     assert len({of_rope(512, **kind) for kind in kinds}) == len(kinds)
     assert of_rope(512, **LONG) != of_rope(512, **LONG | {"long_factor": [4.0] * 15 + [5.0]})
-
-
-def test_engines_with_cuda_graphs_and_without_share() -> None:
-    """The first have vLLM's own kernels only where it compiles none."""
-    for parameters in ({}, YARN, LINEAR, LONG):
-        assert len({digest(rotary(512, ops, **parameters)) for ops in ("all", "none")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -120,13 +109,6 @@ def test_which_layer_has_which_rotary_module_counts() -> None:
 
     ropes = [(near, far), (far, near), (near, near), (near,), (near, far, far), (near, far, near)]
     assert len({of(*each) for each in ropes}) == len(ropes)
-
-
-def test_layers_that_no_module_of_the_model_has_count() -> None:
-    """As with vLLM's Transformers backend, and for draft models."""
-    alone = digest(model())
-    assert len({alone, digest(model(), layer=Attention()), digest(model(), model())}) == 3
-    assert digest(model(), layer=object()) == alone
 
 
 class RotaryTable(nn.Module):

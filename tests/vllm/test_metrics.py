@@ -19,7 +19,7 @@ from nixl_tiers.base.tier_traits import TierTraits
 from nixl_tiers.config import schema
 from nixl_tiers.config.here import Here
 from nixl_tiers.vllm.connector import NixlTiersConnector
-from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, definitions, traits
+from nixl_tiers.vllm.metrics import MAX_PROBLEMS, Reporter, traits
 
 CPU = TierTraits("cpu")
 FILE = TierTraits("file", disk=True, place="p")
@@ -140,21 +140,6 @@ def test_engines_of_one_directory_have_one_place(tmp_path: Path) -> None:
 )
 def test_a_series_that_could_only_be_zero_is_not_published(tier: TierTraits, number: str, shown: bool) -> None:
     assert ((tier.name, number) in published([tier])) is shown
-
-
-def test_names_follow_the_conventions_and_nothing_is_measured_twice() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import get_connector_metric_definitions
-
-    for name, metric in METRICS.items():
-        assert not name.endswith("_total"), "vLLM's registry appends it"
-        assert not name.endswith(("_ms", "_kb", "_rows")), "base units, and chunks"
-        assert metric.text.endswith(".")
-        assert (metric.buckets is not None) is (metric.kind is Kind.HISTOGRAM)
-        if metric.kind is Kind.HISTOGRAM:
-            assert name.endswith(("_seconds", "_bytes"))
-        for series in metric.series.values():
-            assert len(series.values) == len([label for label in metric.labels if label not in {"tier", "place"}])
-    assert not set(definitions()) & set(get_connector_metric_definitions())
 
 
 @pytest.fixture

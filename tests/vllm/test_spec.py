@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.vllm import fingerprint
 from nixl_tiers.vllm.replicated import Copies, told
 from nixl_tiers.vllm.spec import NixlTiersSpec, refuse_nodes, refuse_spoiled_stores
 from tests.support.file_tier import file_tier
@@ -170,13 +169,6 @@ def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:
     assert spec.offload_prompt_only is False
 
 
-def test_the_configuration_may_be_a_file(offloading_config: Build, tmp_path: Path) -> None:
-    file = tmp_path / "tiers.yaml"
-    file.write_text("tiers: [{type: cpu, capacity: 2MiB}]\n")
-    spec = NixlTiersSpec(offloading_config({"config": str(file), "spec_name": "NixlTiersSpec"}))
-    assert spec.tiers.cpu.capacity == 2 << 20
-
-
 def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where vLLM configures its logger only later."""
     ours, theirs = logging.getLogger("nixl_tiers.runtime.coordinator"), logging.getLogger("vllm")
@@ -195,13 +187,3 @@ def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pyte
     finally:
         theirs.setLevel(before)
     assert stream.getvalue() == "theirs: INFO shown\n"
-
-
-def test_revision_for_people_is_the_commit_else_what_was_asked_for() -> None:
-    model = SimpleNamespace(
-        served_model_name="served", revision="main", hf_config=SimpleNamespace(_commit_hash="0123abcd")
-    )
-    assert fingerprint.names_of(SimpleNamespace(model_config=model)) == ("served", "0123abcd")
-    model.hf_config._commit_hash = None
-    assert fingerprint.names_of(SimpleNamespace(model_config=model)) == ("served", "main")
-    assert fingerprint.names_of(None) == ("", "")

@@ -436,18 +436,6 @@ def test_collected_stores_have_read_their_blocks_before_the_engine_may_write_to_
     assert rank.region.rows_view[4, :768].tobytes() == before
 
 
-def test_a_copy_on_a_device_that_does_not_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    slow = Slow()
-    with on_device(slow, overdue_s=0.0) as worker:
-        for job in (1, 2):
-            worker.submit_store(job, GPULoadStoreSpec([0], [1], [0]), rows_of(0, counts=(1,)))
-        for _ in range(3):
-            assert worker.get_finished() == []
-        (warned,) = [record.message for record in caplog.records if "has not ended" in record.message]
-        assert "a store between GPU and host memory has not ended after 0 s (job 1, and 1 behind it)" in warned
-        slow.go.set()
-
-
 class HalfBroken(Slow):
     """Loads of group 0 do not start, and of group 1 they end with an error; those of group 2 are as they should be."""
 
