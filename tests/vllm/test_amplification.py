@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1 import kv_cache_interface as interface
 
 from nixl_tiers.vllm import spec as spec_module
-from nixl_tiers.vllm.amplification import amplification, refuse_amplification
+from nixl_tiers.vllm.amplification import amplification
 from nixl_tiers.vllm.spec import NixlTiersSpec
 
 BLOCK = 32
@@ -54,22 +53,6 @@ def test_what_a_byte_of_kv_takes(
 ) -> None:
     config = offloading_config(groups=len(specs), block_bytes=block_bytes)
     assert amplification(config, groups(*specs)) == pytest.approx(expected)
-
-
-def test_more_than_the_limit_is_refused_and_less_is_said(
-    offloading_config: Build, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = offloading_config(groups=2, block_bytes=8 * PAGE)
-    monkeypatch.setattr(logging.getLogger("nixl_tiers"), "propagate", True)
-    with pytest.raises(ValueError, match=r"takes 8\.0 bytes in tiers.*more than 4 are refused"):
-        refuse_amplification(config, groups(attention(), attention()))
-    with caplog.at_level(logging.WARNING):
-        refuse_amplification(config, groups(attention(2), attention(2)))
-        assert [record.getMessage() for record in caplog.records if "takes 4.0 bytes" in record.getMessage()]
-        caplog.clear()
-        refuse_amplification(config, groups(attention(8), attention(8)))
-        refuse_amplification(config, None)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("heads", [1, 2])

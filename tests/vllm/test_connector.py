@@ -207,12 +207,12 @@ def test_workers_are_sent_the_number_of_the_step_beside_what_vllm_sends(monkeypa
         num_scheduled_tokens={"a": 64, "b": 1, "c": 1},
     )
     sent = pickle.loads(pickle.dumps(connector.build_connector_meta(output)))
-    assert (sent.load_jobs, sent.store_jobs, sent.jobs_to_flush, sent.step) == ({1: "load"}, {}, {3}, 42)
+    assert (sent.load_jobs, sent.store_jobs, sent.jobs_to_flush, sent.step) == ({1: "load"}, {}, {3}, 44)
     assert asked == ["ended"], "at each step some may be next in line that were not before"
     assert isinstance(sent, OffloadingConnectorMetadata)
     connector.handle_preemptions(sent)
     connector.wait_for_save()
-    assert (began, calls) == ([("a", 0), ("b", 48)], ["stores", "flush", 42, "end"])
+    assert (began, calls) == ([("a", 0), ("b", 48)], ["stores", "flush", 44, "end"])
 
 
 @pytest.mark.parametrize("written", ["new_block_ids_to_zero", "kv_cache_block_copies"])

@@ -57,14 +57,6 @@ def test_a_method_takes_what_vllm_passes(methods: dict[str, Any], expected: list
     assert differences(**methods) == expected
 
 
-def test_a_method_that_vllm_no_longer_calls_is_a_difference() -> None:
-    submit: Callable[..., bool] = lambda self, job, spec, expedited=False: True  # noqa: E731
-    gone: Callable[..., None] = lambda self: None  # noqa: E731
-    assert differences(submit=submit, gone=gone) == ["Theirs has no method gone any more"]
-    assert differences(submit=submit, lock=property(lambda self: None)) == []
-    assert differences(submit=submit, several=lambda self, *args, **kwargs: None) == []
-
-
 def test_a_field_that_is_gone_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "vllm.v1.kv_offload.config.OffloadingGroupConfig"
     monkeypatch.setattr(contract, "FIELDS", {path: ("layer_names", "slots"), "vllm.no.such": (), f"{path}Two": ()})

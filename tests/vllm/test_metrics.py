@@ -38,7 +38,8 @@ def test_counters_are_reported_as_differences_gauges_as_levels_and_samples_once(
     before = {"file": {"hits": 3, "used_bytes": 100, "corrupt": 0, "surprise": 1}, "cpu": {"hits": 1}}
     counted = {"nixl_tiers:hits": {("file",): 3, ("cpu",): 1}, "nixl_tiers:removed_chunks": {("file", "corrupt"): 0}}
     waits = {("file", "load_seconds"): [0.5, 2.0], ("file", "wait_vain"): [1.0]}
-    samples = {"nixl_tiers:load_seconds": {("file",): [0.5, 2.0]}, "nixl_tiers:wait_seconds": {("file", "vain"): [1.0]}}
+    kinds: dict[tuple[str, ...], object] = {("file", "loaded"): [], ("file", "partial"): [], ("file", "vain"): [1.0]}
+    samples = {"nixl_tiers:load_seconds": {("file",): [0.5, 2.0]}, "nixl_tiers:wait_seconds": kinds}
     levels = {"nixl_tiers:used_bytes": {("file", "p"): 100}, "nixl_tiers:info": {INFO: 1}}
     assert values(reporter.report(before, waits)) == counted | samples | levels
     assert values(live.report(before, waits)) == counted | samples, "gauges are published live"

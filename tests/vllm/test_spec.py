@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import io
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -167,23 +165,3 @@ def test_vllms_own_fields_are_ignored(offloading_config: Build) -> None:
     assert spec.geometry == Geometry(cells=2, cell_payload=16384, sub_blocks=2)
     assert spec.rows == (1 << 20) // spec.geometry.row_bytes
     assert spec.offload_prompt_only is False
-
-
-def test_log_lines_go_where_vllms_go(offloading_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where vLLM configures its logger only later."""
-    ours, theirs = logging.getLogger("nixl_tiers.runtime.coordinator"), logging.getLogger("vllm")
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter("theirs: %(levelname)s %(message)s"))
-    monkeypatch.setattr(theirs, "handlers", [handler])
-    before = theirs.level
-    try:
-        theirs.setLevel(logging.INFO)
-        ours.info("before there is a spec")
-        NixlTiersSpec(offloading_config({"tiers": [CPU]}))
-        ours.info("shown")
-        theirs.setLevel(logging.WARNING)
-        ours.info("not wanted")
-    finally:
-        theirs.setLevel(before)
-    assert stream.getvalue() == "theirs: INFO shown\n"
