@@ -108,7 +108,8 @@ def test_pod_fits_its_configuration(config: Any, name: str) -> None:
     assert {"name": "kv-s3"} in [source["secretRef"] for source in doctor["envFrom"]]
     assert doctor["image"] == engine["image"]
     assert volumes[mounts["/etc/kv"]]["configMap"]["name"] == by_kind(name)["ConfigMap"]["metadata"]["name"]
-    for kv in (volumes[each] for each in ("kv",) if name in ("ephemeral", "retained", "routing")):
+    if name in ("ephemeral", "retained", "routing"):
+        kv = volumes["kv"]
         claim = (kv["claim"] if name == "retained" else kv["ephemeral"]["volumeClaimTemplate"])["spec"]
         assert disks[0].capacity < 0.95 * size(claim["resources"]["requests"]["storage"]), "beside `min_free`"
     resources = engine["resources"]
