@@ -115,16 +115,6 @@ def test_an_old_engine_that_lives_is_waited_for_and_told(bucket: Bucket, name: s
     assert new.denials.current() == {}
 
 
-@pytest.mark.parametrize("name", LEASES)
-def test_an_old_engine_is_told_no_more_when_another_one_goes_on_without_it(bucket: Bucket, name: str) -> None:
-    old, first, second = Old(bucket, name), New(bucket, "first"), New(bucket, "second")
-    old.turn()
-    passes(100.0, first, second, old)
-    passes(200.0, first, second)
-    assert [first.writes, second.writes].count(True) == 1
-    assert [first.denials.current(), second.denials.current()] == [{}, {}]
-
-
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "crashed"])
 def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket, closed: bool) -> None:
     """As after a rollback: it neither reads the record nor changes it."""
@@ -144,15 +134,6 @@ def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket,
             later.quota.upload_ended(ROW, bucket.now_s)
         assert len(bucket.rows) <= CAPACITY_ROWS
     assert later.writes
-
-
-@pytest.mark.parametrize("name", LEASES)
-def test_one_that_was_closed_is_not_waited_for(bucket: Bucket, name: str) -> None:
-    old, new = Old(bucket, name), New(bucket)
-    old.turn()
-    old.close()
-    new.turn()
-    assert new.stores
 
 
 @pytest.mark.parametrize("name", LEASES)
@@ -179,17 +160,6 @@ def test_one_that_got_the_lease_while_the_writer_stood_still_stops_it(bucket: Bu
     passes(20.0, new, old)
     assert not new.writes
     assert old.holds
-
-
-def test_the_record_of_an_old_janitor_serves(bucket: Bucket) -> None:
-    old, new = Old(bucket, JANITOR_NAME), New(bucket)
-    record = {"bytes": 5 * ROW, "counted": {"new": 0}, "oldest": 7}
-    bucket.store(f"p/{USAGE_NAME}", json.dumps(record).encode())
-    old.turn()
-    passes(10.0, new, old)
-    assert new.quota.try_acquire(ROW)
-    assert not new.writes
-    assert bucket.record.writer == ""
 
 
 def test_from_an_old_janitors_record_nothing_is_subtracted_before_a_sweep(bucket: Bucket) -> None:

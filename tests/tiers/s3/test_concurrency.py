@@ -124,21 +124,6 @@ def test_a_first_hit_is_not_slowed_down_by_measuring() -> None:
     assert limit.limit == PROBE
 
 
-def test_polls_are_close_while_the_quiet_path_is_measured() -> None:
-    limit = TransferLimit(64)
-    for _ in range(PROBE_AFTER - 1):
-        limit.ended(0.0, 0.16, waiting=True)
-    assert limit.typical_s == 0.16
-    limit.ended(0.0, 0.16, waiting=True)
-    assert limit.typical_s == pytest.approx(0.16 * PROBE / FIRST), "as much as if only the others had been waited for"
-
-
-def test_without_a_queue_it_stays_as_it_is() -> None:
-    client = Client(TransferLimit(64))
-    client.run(Server(latency_s=0.05, rate=1e6), 20.0, demand=5)
-    assert client.seen == {FIRST}
-
-
 def test_failures_halve_it_once_for_all_that_were_under_way() -> None:
     client = Client(TransferLimit(64))
     client.run(Server(latency_s=0.05, rate=1e6), 5.0)

@@ -6,7 +6,7 @@ The tier is the real one, with boto3's real clients; the bucket is in memory (st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,11 @@ import pytest
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.tiers.base import ExistenceAnswer, TierDown, TierRefused
+from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.client import Credentials
+from nixl_tiers.tiers.s3.concurrency import FIRST
 from nixl_tiers.tiers.s3.data import SLOWEST_BYTES_PER_S
-from tests.support.fake_movers import Clock
+from nixl_tiers.tiers.s3.record import Record
 from tests.support.times import changed
 from tests.tiers.s3.stepped import (
     NAMESPACE,
@@ -28,7 +30,6 @@ from tests.tiers.s3.stepped import (
     Fault,
     Request,
     SteppedTier,
-    install,
     key_of,
 )
 
@@ -39,27 +40,6 @@ OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.FAILED,
     Outcome.NO_SPACE,
 )
-
-
-@pytest.fixture
-def bucket(server_credentials: None, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    bucket = Bucket(Clock(1_800_000_000.0))
-    install(monkeypatch, bucket)
-    return bucket
-
-
-@pytest.fixture
-def make_tier(bucket: Bucket) -> Iterator[Callable[..., SteppedTier]]:
-    made: list[SteppedTier] = []
-
-    def make(**fields: Any) -> SteppedTier:
-        made.append(SteppedTier(bucket, **fields))
-        return made[-1]
-
-    yield make
-    bucket.fault = lambda _: None
-    for each in made:
-        each.release()
 
 
 @pytest.fixture
@@ -104,6 +84,22 @@ class TestBatchesAboveAWindow:
         writer.clock.now += 0.2
         writer.round()
         assert writer.finished[batch] == [OK] * 2 + [NO_SPACE] * 2
+
+
+def test_no_more_transfers_run_than_are_allowed_and_measured(
+    make_tier: Callable[..., SteppedTier], bucket: Bucket
+) -> None:
+    tier = make_tier(capacity_rows=4000)  # a window is 62 rows
+    tier.open()
+    for begin, limit in ((tier.tier.load, tier.tier._downloads), (tier.tier.store, tier.tier._uploads)):
+        for most in (FIRST, 3):
+            limit._limit = most
+            batch = begin(tier.moves(range(24), seal=True))
+            for _ in range(3):
+                tier.round(moves=False)
+                assert len(bucket.on_their_way) == most
+            tier.end(batch)
+            tier.pass_time(5.0)
 
 
 class TestRowsThatAreNotTheExpectedOnes:
@@ -160,24 +156,31 @@ class TestRowsThatAreNotTheExpectedOnes:
         reader.tier.open(NAMESPACE, 0)
         bucket.put(reader.name(1), b"nothing")
         assert reader.load(1) == [CORRUPT]
-        reader.round()
+        reader.pass_time(40.0)
         assert reader.name(1) in bucket.objects
+        assert not any(request.is_listing for request in bucket.requests)
         assert not any(request.method in {"PUT", "POST", "DELETE"} for request in bucket.requests)
 
     def test_a_row_that_is_not_there_is_a_miss(self, tier: SteppedTier) -> None:
         assert tier.load(0, 1) == [OK, MISSING]
 
+    @pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0])
     def test_a_row_that_is_too_old_is_a_miss_and_deleted(
-        self, make_tier: Callable[..., SteppedTier], bucket: Bucket
+        self, make_tier: Callable[..., SteppedTier], bucket: Bucket, monkeypatch: pytest.MonkeyPatch, ahead_s: float
     ) -> None:
+        """By the server's clock. Who has another one stores none that seems too old."""
         tier = make_tier(max_age=600)
         tier.open()
         now_s = int(bucket.clock.now)
+        own = SimpleNamespace(monotonic=bucket.clock, time=lambda: bucket.clock.now + ahead_s)
+        monkeypatch.setattr(tier_module, "time", own)
         for number, age_s in ((1, 700), (2, 500)):
             bucket.put(tier.name(number), bytes(tier.sealed(number, sealed_at=now_s - age_s)))
         assert tier.load(1, 2) == [MISSING, OK]
+        assert tier.store(3) == [OK]
+        assert tier.load(3) == [OK]
         tier.round()
-        assert bucket.rows() == {tier.name(2)}
+        assert bucket.rows() == {tier.name(2), tier.name(3)}
 
     def test_an_error_page_is_retried_once_and_is_neither_a_row_nor_its_absence(
         self, tier: SteppedTier, bucket: Bucket
@@ -284,18 +287,18 @@ class TestQuestions:
         assert tier.tier.existence_answers() == [ExistenceAnswer(1, [key_of(0)] if absent else [])]
         assert tier.tier.found() == []
 
-    def test_one_that_is_not_answered_in_time_leaves_the_key_unknown(self, tier: SteppedTier, bucket: Bucket) -> None:
-        tier.ask(0)
-        bucket.clock.now += PRODUCTION.s3_check_s - 0.1
-        assert tier.tier.existence_answers() == []
-        bucket.clock.now += 0.2
-        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [])]
-
-    def test_a_row_of_another_size_is_absent(self, tier: SteppedTier, bucket: Bucket) -> None:
+    def test_a_row_of_another_size_or_age_is_absent(
+        self, make_tier: Callable[..., SteppedTier], bucket: Bucket
+    ) -> None:
+        tier = make_tier(max_age=600)
+        tier.open()
         bucket.put(tier.name(1), bytes(ROW - 1))
-        tier.ask(1)
+        bucket.put(tier.name(2), bytes(ROW))
+        bucket.clock.now += 601.0
+        bucket.put(tier.name(3), bytes(ROW))
+        tier.ask(1, 2, 3)
         tier.round()
-        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [key_of(1)])]
+        assert tier.tier.existence_answers() == [ExistenceAnswer(1, [key_of(1), key_of(2)])]
 
     def test_rows_of_others_are_found_with_when_they_were_written(self, tier: SteppedTier, bucket: Bucket) -> None:
         bucket.put(tier.name(1), bytes(tier.sealed(1)))
@@ -379,7 +382,7 @@ class TestDenials:
         assert tier.tier.denials == {}
         assert tier.store(next(numbers)) == [OK]
 
-    @pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+    @pytest.mark.parametrize("status", [408, 409, 429, 500, 503, 507])
     def test_errors_of_a_busy_server_are_none(self, tier: SteppedTier, bucket: Bucket, status: int) -> None:
         bucket.fault = lambda request: (status, "SlowDown")
         tier.load(0)
@@ -410,6 +413,17 @@ class TestDenials:
         assert "not S3's" in tier.tier.denials["list"]
         assert tier.tier.used_bytes == before == 0
 
+    @pytest.mark.parametrize(("answer", "denied"), [(b"", False), (b"<html>please log in</html>", True)])
+    def test_a_delete_that_is_answered_without_a_body_has_succeeded(
+        self, tier: SteppedTier, bucket: Bucket, answer: bytes, denied: bool
+    ) -> None:
+        """As some servers do in quiet mode. A page has not."""
+        bucket.put(tier.name(1), b"bad")
+        bucket.fault = lambda request: answer if request.method == "POST" else None
+        assert tier.load(1) == [CORRUPT]
+        tier.round()
+        assert ("perhaps a proxy's page" in tier.tier.denials.get("delete", "")) == denied
+
     def test_why_uploads_fail_is_learned_from_the_counter(self, tier: SteppedTier, bucket: Bucket) -> None:
         """NIXL does not say why. It is written until one has come through, though it has not changed."""
         bucket.fault = lambda request: (403, "QuotaExceeded") if request.method == "PUT" else None
@@ -420,6 +434,30 @@ class TestDenials:
         bucket.fault = lambda _: None
         tier.pass_time(11.0)
         assert tier.tier.denials == {}
+
+
+class TestWhatOthersDelete:
+    def test_what_may_be_deleted_next_is_not_promised(self, tier: SteppedTier) -> None:
+        assert tier.tier.gone_before == 0
+        quota, now_s = tier.rows.upload_quota, int(tier.clock.now)
+        for age_s, margin_s in ((6400, 200), (10, 0), (-100, 0)):
+            quota.refresh(Record(quota.capacity_bytes, {}, now_s - age_s))
+            assert tier.tier.gone_before == now_s - age_s + margin_s
+        room = quota.capacity_bytes - 2 * quota.window_bytes  # for the one that stores, and what must stay free
+        for nbytes, early in ((room, False), (room + 1, True)):
+            for stored in (1, 2):
+                quota.refresh(Record(nbytes, {"one": stored, "two": 1}, now_s - 6400))
+            assert (tier.tier.gone_before > now_s - 6400) is early
+
+    def test_a_row_that_was_stored_is_no_older_than_its_object(self, tier: SteppedTier, bucket: Bucket) -> None:
+        """Else it is gone by `oldest`, the Last-Modified of the first object that is left."""
+        tier.found.clear()
+        batch = tier.begin_store(1)
+        tier.round(moves=False)
+        bucket.clock.now += 3.7
+        assert tier.end(batch) == [OK]
+        (stored,) = tier.found
+        assert stored.tick >= bucket.objects[tier.name(1)][1]
 
 
 class TestDeletes:
@@ -487,3 +525,105 @@ class TestClose:
         tier.tier.close()
         assert waited == [7.0, 7.0]
         assert not tier.questions.was_waited_for
+
+
+# --- servers that are not quite S3: listings that end early or repeat a name, deletes in one form only ----------------
+
+FULL_ROWS = 64  # so a window is one row
+
+
+@pytest.fixture
+def full(make_tier: Callable[..., SteppedTier]) -> SteppedTier:
+    """Its bucket was filled by others; it is to be opened."""
+    return make_tier(capacity_rows=FULL_ROWS)
+
+
+def fill(full: SteppedTier, rows: int) -> None:
+    for number in range(rows):
+        full.bucket.clock.now += 1.0
+        full.bucket.put(full.name(number), bytes(ROW))
+
+
+@pytest.mark.parametrize("repeats_name", [False, True])
+@pytest.mark.parametrize("ends_early", [False, True])
+class TestListingsThatEndEarlyOrRepeatAName:
+    @pytest.fixture(autouse=True)
+    def _habits(self, bucket: Bucket, ends_early: bool, repeats_name: bool) -> None:
+        bucket.page_names, bucket.ends_early, bucket.repeats_name = 50, ends_early, repeats_name
+
+    def test_a_sweep_counts_each_row_once(self, full: SteppedTier) -> None:
+        """So the budget holds, and is used."""
+        fill(full, 400)
+        full.open()
+        assert FULL_ROWS - 2 <= len(full.bucket.rows()) <= FULL_ROWS - 1
+        assert full.tier.used_bytes == len(full.bucket.rows()) * ROW
+        assert full.name(399) in full.bucket.rows()
+        full.pass_time(60.0)
+        assert full.tier.denials == {}
+
+    def test_a_sweep_that_was_interrupted_goes_on_behind_its_last_row(self, full: SteppedTier, bucket: Bucket) -> None:
+        fill(full, 60)
+        full.open()
+        listings: list[object] = []
+
+        def fail(request: Any) -> int | None:
+            listings.extend([request] * request.is_listing)
+            return 500 if request.is_listing and 3 <= len(listings) < 6 else None
+
+        bucket.fault = fail
+        full.pass_time(60.0)
+        assert full.tier.used_bytes == len(bucket.rows()) * ROW == 60 * ROW
+
+
+@pytest.mark.parametrize("form", ["Content-MD5", "one by one"])
+class TestFormsOfDeletes:
+    @pytest.fixture(autouse=True)
+    def _habits(self, bucket: Bucket, form: str) -> None:
+        bucket.deletes = form
+
+    def test_sweeps_and_the_queue_delete_and_try_no_form_twice(self, full: SteppedTier, form: str) -> None:
+        bucket = full.bucket
+        fill(full, 100)
+        full.open()
+        assert len(bucket.rows()) == FULL_ROWS - 2
+        assert bucket.count("POST") == 2
+        bucket.put(full.name(1), b"bad")
+        deletes = bucket.count("DELETE")
+        assert full.load(1) == [CORRUPT]
+        full.round()
+        assert full.name(1) not in bucket.rows()
+        assert bucket.count("POST") == 3 - (form == "one by one")
+        assert bucket.count("DELETE") == deletes + (form == "one by one")
+        assert full.tier.denials == {}, "no right is missing"
+
+    def test_what_is_denied_is_told(self, full: SteppedTier, form: str) -> None:
+        """Of one object, and of all: in the last form that was tried."""
+        full.open()
+        for status, code in ((403, "AccessDenied"), (400, "ExpiredToken")):
+            full.bucket.put(full.name(1), b"bad")
+            full.bucket.fault = lambda request: (status, code) if request.method in {"POST", "DELETE"} else None  # noqa: B023
+            full.load(1)
+            full.round()
+            assert code in full.tier.denials["delete"]
+            assert full.name(1) in full.bucket.rows()
+            full.bucket.fault = lambda _: None
+            full.load(1)
+            full.round()
+            assert full.name(1) not in full.bucket.rows(), "who meets it again tries again"
+
+
+class TestListingsThatKeepFailing:
+    def test_those_of_sweeps_are_a_problem_after_the_third_time(self, full: SteppedTier, bucket: Bucket) -> None:
+        full.open()
+        bucket.clock.now += 40.0
+        bucket.fault = lambda request: (500, "InternalError") if request.is_listing else None
+        told = []
+        for _ in range(4):
+            bucket.clock.now += 5.0
+            full.budget_step()
+            told.append("list" in full.tier.denials)
+        assert told == [False, False, True, True]
+        assert "(InternalError): rows are not deleted" in full.tier.denials["list"]
+        bucket.fault = lambda _: None
+        full.pass_time(40.0)
+        assert full.tier.denials == {}

@@ -1,4 +1,4 @@
-"""What the tests of the S3 tier share: a driver of one tier, and an S3 server that injects faults."""
+"""What the tests of the S3 tier share: a driver of one tier, and an S3 server that hesitates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ import msgspec
 import numpy as np
 
 from nixl_tiers.base.chunk import Geometry, Outcome, object_name
-from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.base.times import Times
 from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import Move, TierDown, TierRefused
-from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.takeover import Terms
 from nixl_tiers.tiers.s3.tier import S3Tier
 from tests.support.times import KEEPS_ITS_RECORD
@@ -48,15 +46,6 @@ def key_of(number: int) -> bytes:
 def payload(number: int, geometry: Geometry) -> np.ndarray:
     words = np.arange(geometry.row_bytes // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
     return words.view(np.uint8)
-
-
-def connects(bucket: S3Control) -> bool:
-    """Whether it connects now. On a busy machine an answer may come too late."""
-    try:
-        bucket.connect()
-    except TierDown:
-        return False
-    return True
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
@@ -183,20 +172,9 @@ class TierDriver:
         starts = range(0, self.geometry.cells * self.geometry.cell_bytes, self.geometry.cell_bytes)
         return all(np.array_equal(row[at : at + size], wanted[at : at + size]) for at in starts)
 
-    def delete(self, *numbers: int) -> None:
-        self.tier.delete([(number, key_of(number)) for number in numbers])
-
     def settled(self, rows: int) -> bool:
         """Wait until the tier holds exactly `rows` rows; False after a timeout."""
         return wait_until(lambda: self.tier.used_bytes == rows * self.geometry.row_bytes)
-
-
-def client_of(server: FaultyS3) -> Any:
-    """The boto3 client that a tier has, and its threads use."""
-    control = S3Control(S3Config(type="s3", bucket="kv-cut", endpoint=server.endpoint, capacity=1 << 20))
-    assert wait_until(lambda: connects(control))
-    control.close()
-    return control.connection.client
 
 
 @dataclass
@@ -204,39 +182,22 @@ class Request:
     method: str
     name: str
     access_key: str
-    session_token: str = ""
     region: str = field(default="", compare=False)
 
 
-Fault = Callable[[Request], int | tuple[int, str] | bytes | None]
-"""Called before a request is served. Returns an HTTP status to answer with (and S3's error code), HANG_UP, CUT_OFF,
-bytes to send as the body, or None to serve it."""
 DRIP_S = 0.25  # NIXL's AWS library gives up a download of which there was nothing for 3 s, and begins anew
-HANG_UP = 0
-CUT_OFF = -1  # 503 with a part of its body
 LONG_AGO = "2024-01-01T00:00:00.000Z"
 
 
 @dataclass
 class FaultyS3:
-    """As much of S3 as the tier uses, in memory; `fault` may fail any request, `hold` stops downloads half-way.
-
-    There are no conditional writes unless it `tests_conditions`: such requests are refused, or with
-    `ignores_conditions` served like any other. By default it does, as nothing is stored without for a minute."""
+    """As much of S3 as the tier uses, in memory; `hold` stops downloads half-way."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
-    fault: Fault = lambda _: None
-    ignores_conditions: bool = False
-    tests_conditions: bool = True
-    etag: str = ""  # of every answer; "": the right one
-    versioning: tuple[int, bytes] = (200, b"<VersioningConfiguration/>")  # the answer; such requests are not recorded
     region: str = ""  # the bucket's, as reported in headers
-    modified: dict[str, str] = field(default_factory=dict)  # Last-Modified, instead of LONG_AGO
-    tells_times: bool = True  # Last-Modified is the time of a PUT, and is sent with GET too
+    modified: dict[str, str] = field(default_factory=dict)
     hold: threading.Event | None = None  # while it is not set, GET sends a byte every DRIP_S
     requests: list[Request] = field(default_factory=list)
-    max_objects: int = 0  # but for manifests and the lease, which no capacity counts
-    max_concurrent: int = 0
     concurrent: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     port: int = 0
@@ -244,9 +205,6 @@ class FaultyS3:
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def count(self, method: str) -> int:
-        return sum(request.method == method for request in self.requests)
 
 
 @contextmanager
@@ -283,38 +241,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
-        allowed = self.s3.ignores_conditions or self.s3.tests_conditions
-        if not allowed and {"If-None-Match", "If-Match"} & set(self.headers):
-            return self._answer(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")
         url = urlsplit(self.path)
         if url.query == "versioning":
-            return self._answer(*self.s3.versioning)
+            return self._answer(200, b"<VersioningConfiguration/>")  # such requests are not recorded
         name = unquote(url.path.lstrip("/").partition("/")[2])
         credential = re.search(r"Credential=([^/]+)/[^/]+/([^/]+)/", self.headers.get("Authorization", ""))
-        token = self.headers.get("x-amz-security-token", "")
         access_key, region = credential.groups() if credential else ("", "")
-        request = Request(self.command, name, access_key, token, region)
+        request = Request(self.command, name, access_key, region)
         with self.s3.lock:
             self.s3.requests.append(request)
             self.s3.concurrent += 1
-            self.s3.max_concurrent = max(self.s3.max_concurrent, self.s3.concurrent)
-            fault = self.s3.fault(request)
         try:
-            if fault == HANG_UP:
-                self.close_connection = True
-            elif fault == CUT_OFF:
-                self.close_connection = True
-                self.send_response(503)
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                self.wfile.write(b"100\r\n<Error>")
-            elif isinstance(fault, (int, tuple)):
-                status, code = (fault, "SlowDown") if isinstance(fault, int) else fault
-                self._answer(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
-            elif isinstance(fault, bytes):
-                self._answer(200, fault)
-            else:
-                getattr(self, f"_{self.command.lower()}")(name, body, parse_qs(url.query, keep_blank_values=True))
+            getattr(self, f"_{self.command.lower()}")(name, body, parse_qs(url.query, keep_blank_values=True))
         finally:
             with self.s3.lock:
                 self.s3.concurrent -= 1
@@ -336,7 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if self.s3.region:
             self.send_header("x-amz-bucket-region", self.s3.region)
-        if etag := self.s3.etag or etag:
+        if etag:
             self.send_header("ETag", etag)
         self.end_headers()
         if self.command != "HEAD":
@@ -352,15 +290,10 @@ class _Handler(BaseHTTPRequestHandler):
             if not self._condition_holds(self.s3.objects.get(name)):
                 return self._answer(412, b"<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>")
             self.s3.objects[name] = body
-            if self.s3.tells_times:
-                self.s3.modified[name] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-            rows = sum("/." not in each and not each.endswith(f"/{MANIFEST_NAME}") for each in self.s3.objects)
-            self.s3.max_objects = max(self.s3.max_objects, rows)
+            self.s3.modified[name] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         return self._answer(200, etag=self._etag(body))
 
     def _condition_holds(self, found: bytes | None) -> bool:
-        if not self.s3.tests_conditions:
-            return True
         expected = self.headers.get("If-Match", "")
         return (not expected or (found is not None and self._etag(found) == expected)) and not (
             "If-None-Match" in self.headers and found is not None
@@ -376,8 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
         if self.s3.hold is None:
-            modified = self.s3.modified.get(name, LONG_AGO) if self.s3.tells_times else ""
-            return self._answer(200, found, self._etag(found), modified)
+            return self._answer(200, found, self._etag(found), self.s3.modified.get(name, LONG_AGO))
         self.send_response(200)
         self.send_header("Content-Length", str(len(found)))
         self.end_headers()
@@ -412,7 +344,3 @@ class _Handler(BaseHTTPRequestHandler):
             for each in re.findall(rb"<Key>([^<]+)</Key>", body):
                 self.s3.objects.pop(each.decode(), None)
         self._answer(200, b"<DeleteResult></DeleteResult>")
-
-
-def is_listing(request: Request) -> bool:
-    return request.method == "GET" and not request.name

@@ -1,7 +1,6 @@
 """The byte budget of a prefix, step by step: several movers over a bucket in memory.
 
-No thread runs, and the bucket's clock is everybody's. What single requests that fail do: test_budget_failures.py; the
-protocol alone, in any order of events: record_machine.py.
+No thread runs, and the bucket's clock is everybody's. The protocol alone, in any order of events: record_machine.py.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from nixl_tiers.base.chunk import UNREACHABLE
 from nixl_tiers.tiers.s3 import budget as budget_module
 from nixl_tiers.tiers.s3 import deletes
 from nixl_tiers.tiers.s3 import record as record_module
-from nixl_tiers.tiers.s3.budget import COUNTER_NAME, LEAST_TURN_S, USAGE_NAME, Budget
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, LEAST_TURN_S, UNCHANGED_S, USAGE_NAME, Budget
 from nixl_tiers.tiers.s3.deletes import MAX_DELETES
 from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.record import Record, UploadQuota
+from nixl_tiers.tiers.s3.names import CONDITIONS_NAME
+from nixl_tiers.tiers.s3.record import UploadQuota
 from nixl_tiers.tiers.s3.sweep import Sweeper
 from nixl_tiers.tiers.s3.takeover import Terms
-from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost
+from tests.tiers.s3.memory_bucket import LISTING, NAMES, ROW, Bucket, failed, lost, once, row
 
 CAPACITY_ROWS = 64
 WINDOW_ROWS = 8
@@ -145,34 +146,6 @@ class TestTheBudget:
         assert len(bucket.rows) <= CAPACITY_ROWS - WINDOW_ROWS
         assert bucket.record.nbytes <= (len(bucket.rows) + bucket.record.windows * WINDOW_ROWS) * ROW
 
-    @pytest.mark.parametrize("rows", [1, 2, 3, 7, 9, 64])
-    def test_a_batch_of_more_is_stored_in_part_and_what_follows_too(self, rows: int) -> None:
-        """Also where a window is one row, as that is more than its share of the capacity."""
-        bucket = Bucket()
-        mover = Mover(bucket, "me", rows, rows)
-        stored = 0
-        for number in range(100):
-            stored += mover.store(*(name_of(10 * number + n) for n in range(10)))
-            mover.steps()
-        assert stored >= min(rows, 64) * 4
-
-    def test_a_full_prefix_is_written_to_when_rows_were_deleted_and_not_before(self) -> None:
-        bucket = Bucket()
-        fill(bucket, CAPACITY_ROWS)
-        mover = Mover(bucket, "me")
-
-        def no_deletes(request: str) -> None:
-            if request.startswith("DELETE"):
-                raise failed(503)
-
-        bucket.before = no_deletes
-        mover.steps(3)
-        assert mover.store(name_of(1000)) == 0
-        bucket.before = lambda _: None
-        mover.steps()
-        assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
-        assert mover.store(name_of(1000)) == 1
-
     def test_half_a_window_is_published_at_once(self) -> None:
         """So one engine writes as fast as it can, and not a window in five seconds."""
         bucket = Bucket()
@@ -186,17 +159,6 @@ class TestTheBudget:
             mover.budget._wake.clear()
             mover.steps(after_s=0.0)
         assert stored == 40
-
-    def test_with_many_counters_rows_are_not_taken_to_be_gone_all_the_time(self) -> None:
-        """Those of movers that are gone stay for three hours."""
-        bucket = Bucket()
-        for number in range(70):
-            bucket.store(f"p/{COUNTER_NAME}gone-{number}", b"7")
-        fill(bucket, 3)
-        mover = Mover(bucket, "me")
-        mover.steps(2)
-        assert len(bucket.record.counted) == 71
-        assert not mover.quota.deletes_soon
 
 
 class TestWhatIsDeleted:
@@ -245,29 +207,22 @@ class TestWhatIsDeleted:
         assert bucket.rows >= {*young}
         assert not bucket.rows & {*old}
 
-    def test_the_record_says_what_was(self) -> None:
-        """All that was written before `oldest`, and nothing that was written a second later or more."""
-        bucket = Bucket()
-        fill(bucket, CAPACITY_ROWS)
-        one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        one.steps()
-        two.steps()
-        oldest = min(modified_s for name, (_, _, modified_s) in bucket.objects.items() if name in bucket.rows)
-        assert one.quota.record.oldest == two.quota.record.oldest == int(oldest)
-
-    @pytest.mark.parametrize("code", ["AccessDenied", "InternalError"])
-    def test_what_the_server_has_not_deleted_still_counts(self, code: str) -> None:
-        """Also in an answer without an error of its own."""
+    @pytest.mark.parametrize(
+        ("code", "counts"), [("AccessDenied", True), ("InternalError", True), ("NoSuchKey", False)]
+    )
+    def test_what_the_server_has_not_deleted_still_counts(self, code: str, counts: bool) -> None:
+        """Also in an answer without an error of its own. What was gone already does not."""
         bucket = Bucket()
         rows = fill(bucket, CAPACITY_ROWS)
         bucket.delete_errors = tuple({"Key": name, "Code": code} for name in rows[: 2 * WINDOW_ROWS])
         mover = Mover(bucket, "me")
-        mover.steps(4)
-        assert bucket.record.nbytes == CAPACITY_ROWS * ROW
-        assert mover.store(name_of(1000)) == 0
-        bucket.delete_errors = ()
-        mover.steps(8)
-        assert mover.store(name_of(1000)) == 1
+        mover.steps(4 if counts else 1)
+        assert bucket.record.nbytes == (CAPACITY_ROWS - (0 if counts else 2 * WINDOW_ROWS)) * ROW
+        if counts:
+            assert mover.store(name_of(1000)) == 0
+            bucket.delete_errors = ()
+            mover.steps(8)
+            assert mover.store(name_of(1000)) == 1
 
     def test_names_that_may_not_be_deleted_were_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Else the prefix is listed again when half of them were."""
@@ -331,20 +286,15 @@ class TestWhatIsDeleted:
 class TestSweeps:
     """A prefix may have ten million rows: it is listed when that is needed, and no more."""
 
-    def test_an_idle_prefix_is_listed_once_an_hour(self) -> None:
+    @pytest.mark.parametrize(("max_age_s", "hours"), [(None, 3), (8 * 600.0, 0.5)])
+    def test_an_idle_prefix_is_listed_once_an_hour_and_one_with_an_age_more_often(
+        self, max_age_s: float | None, hours: float
+    ) -> None:
         bucket = Bucket()
         fill(bucket, 5)
-        mover = Mover(bucket, "me")
-        mover.steps(3 * 720 + 10)
+        mover = Mover(bucket, "me", max_age_s=max_age_s)
+        mover.steps(int(hours * 720) + 10)
         assert bucket.count(LISTING) == 4
-
-    def test_a_date_that_was_wrong_puts_none_off(self) -> None:
-        bucket = Bucket(ahead_s=86400.0)
-        mover = Mover(bucket, "me")
-        mover.steps()
-        bucket.ahead_s = 0.0
-        mover.steps(10)
-        assert bucket.count(LISTING) == 2
 
     def test_a_prefix_that_somebody_has_emptied_is_written_to_again_by_all(self) -> None:
         """Which `aws s3 rm --recursive` does while engines run. Their counters are above a window."""
@@ -378,44 +328,6 @@ class TestSweeps:
         assert bucket.record.windows == 0
         assert bucket.record.nbytes == 10 * ROW
 
-    def test_a_restart_stores_at_once_in_a_full_prefix_too(self) -> None:
-        """The engine was closed; a sweep deletes what it finds among the oldest before it has ended."""
-        bucket = Bucket(page_names=4)
-        fill(bucket, CAPACITY_ROWS)
-        first = Mover(bucket, "first")
-        first.steps(3)
-        number = 1000
-        while len(bucket.rows) < CAPACITY_ROWS - WINDOW_ROWS:
-            number += 1
-            first.store(name_of(number))
-            first.steps()
-        first.budget.end()
-        second = Mover(bucket, "second")
-        listed: list[int] = []
-
-        def note(request: str) -> None:
-            if request == LISTING and second.quota.ready and not listed and second.quota.try_acquire(0):
-                listed.append(bucket.count(LISTING))
-
-        bucket.before = note
-        before = bucket.count(LISTING)
-        second.steps()
-        pages = -(-len(bucket.rows) // 4)
-        assert listed
-        assert listed[0] - before < pages, "before all was listed"
-
-    def test_an_hour_of_refused_uploads_does_not_empty_the_prefix(self) -> None:
-        bucket = Bucket()
-        fill(bucket, CAPACITY_ROWS - 2 * WINDOW_ROWS)
-        mover = Mover(bucket, "me")
-        mover.steps()
-        for number in range(720):
-            if mover.quota.try_acquire(ROW):
-                mover.quota.upload_ended(ROW, bucket.now_s, done=False)
-            mover.steps()
-            assert number < 60 or mover.budget.takeover.account.failed > 0 or bucket.count(LISTING) > 1  # type: ignore[union-attr]
-        assert len(bucket.rows) == CAPACITY_ROWS - 2 * WINDOW_ROWS
-
 
 class TestTakeover:
     def test_one_that_is_gone_is_replaced_after_half_a_minute_and_a_closed_one_at_once(self) -> None:
@@ -431,38 +343,8 @@ class TestTakeover:
         assert three.writes
         assert bucket.count(LISTING) == 1, "the next ones go on from the record that they replace"
 
-    def test_two_that_a_server_lets_through_together_are_one_a_second_later(self) -> None:
-        bucket = Bucket()
-        one, two = Mover(bucket, "one"), Mover(bucket, "two")
-        one.steps()
-        one.budget.end()
-        three = Mover(bucket, "three")
-
-        def race(name: str) -> None:
-            if name == f"p/{USAGE_NAME}":
-                bucket.tested = lambda _: None
-                two.steps(after_s=0.0)
-                assert two.writes
-
-        bucket.tested = race
-        three.steps(after_s=0.0)
-        two.steps()
-        assert two.writes + three.writes == 1
-
 
 class TestWhoDoesNotWrite:
-    def test_a_reader_writes_nothing_and_knows_the_record(self) -> None:
-        bucket = Bucket()
-        fill(bucket, 5)
-        reader = Mover(bucket, "reader", reads_only=True)
-        reader.steps(3)
-        assert not any(request.startswith(("PUT", "DELETE", "LIST")) for request in bucket.requests)
-        assert reader.quota.record == Record(0)
-        Mover(bucket, "writer").steps()
-        reader.steps()
-        assert reader.quota.record.nbytes == 5 * ROW
-        assert not reader.quota.try_acquire(ROW)
-
     def test_an_engine_without_conditional_writes_stores_and_makes_room_and_another_does_not(self) -> None:
         """Once the server has said so for a minute, which is told."""
         bucket = Bucket(knows_conditions=False)
@@ -486,17 +368,16 @@ class TestWhoDoesNotWrite:
         assert two.store(name_of(1002)) == 1
         assert len(bucket.rows) <= CAPACITY_ROWS
 
-    def test_one_good_answer_ends_the_doubt_whether_there_are_conditional_writes(self) -> None:
-        bucket = Bucket(knows_conditions=False)
-        mover = Mover(bucket, "me")
-        mover.steps(11)
-        assert "does not support conditional writes" in mover.denials.current()["conditional writes"]
-        bucket.knows_conditions = True
-        mover.steps()
-        assert mover.store(name_of(1)) == 1
-        mover.steps()
-        assert mover.denials.current() == {}
-        assert not mover.quota.alone
+    @pytest.mark.parametrize(("condition", "ignored"), [("IfNoneMatch", True), ("IfMatch", True), ("IfAny", False)])
+    def test_conditions_of_both_kinds_must_be_tested(self, condition: str, ignored: bool) -> None:
+        class Bad(Bucket):
+            def put_object(self, **given: Any) -> dict[str, Any]:
+                given.pop(condition, None)
+                return super().put_object(**given)
+
+        mover = Mover(Bad(), "me")
+        mover.steps(20)
+        assert mover.quota.alone is ignored
 
     def test_an_answer_without_a_date_is_told_and_nothing_is_stored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bucket = Bucket()
@@ -530,22 +411,6 @@ class TestTheSteps:
         mover.steps(8)
         assert mover.writes
         assert mover.store(name_of(1)) == 1
-
-    @pytest.mark.parametrize("stop", [LISTING, f"PUT {USAGE_NAME}", f"LIST {COUNTER_NAME}"])
-    def test_a_sweep_that_was_interrupted_goes_on(self, stop: str) -> None:
-        bucket = Bucket(page_names=10)
-        fill(bucket, 50)
-        mover = Mover(bucket, "me")
-
-        def fail(request: str) -> None:
-            if request == stop and bucket.count(stop) % 2:
-                raise failed(503)
-
-        bucket.before = fail
-        mover.steps(30)
-        bucket.before = lambda _: None
-        assert bucket.record.nbytes == 50 * ROW
-        assert bucket.count(LISTING) <= 12 * 2 + 12 * 30 // 6, "no page twice for an interruption"
 
     @pytest.mark.parametrize("stop", [LISTING, "DELETE rows"])
     def test_one_that_is_closed_in_a_sweep_hands_over(self, stop: str) -> None:
@@ -591,3 +456,313 @@ class TestTheSteps:
         other = Mover(bucket, "other")
         other.steps()
         assert other.writes, "it need not wait until the record is stale"
+
+
+# --- requests of the writer fail, one at a time or all the time: what it has listed is not listed again ---------------
+
+ROWS = 80  # so a window is 10 rows
+PAGE_NAMES = 3  # where a listing has several pages
+SELDOM = Terms(renew_s=3600.0, sweep_s=3600.0, confirm_s=0.0)
+EACH_PAGE = replace(SELDOM, renew_s=0.0)
+
+
+def mover(bucket: Bucket, name: str = "me", terms: Terms = SELDOM) -> tuple[UploadQuota, Budget]:
+    made = Mover(bucket, name, rows=ROWS, terms=terms)
+    return made.quota, made.budget
+
+
+def writes(budget: Budget) -> bool:
+    return budget.takeover.account is not None
+
+
+def uploads(quota: UploadQuota, bucket: Bucket, numbers: range) -> int:
+    """How many rows it may upload, and does."""
+    count = 0
+    for number in numbers:
+        if quota.try_acquire(ROW):
+            bucket.store(row(number))
+            quota.upload_ended(ROW, bucket.now_s)
+            count += 1
+    return count
+
+
+class TestOneFailedRequest:
+    @pytest.mark.parametrize("arrives", [False, True], ids=["request lost", "answer lost"])
+    @pytest.mark.parametrize(
+        "request_name",
+        [
+            f"PUT {COUNTER_NAME}me",
+            f"LIST {COUNTER_NAME}",
+            f"GET {COUNTER_NAME}me",
+            f"PUT {USAGE_NAME}",
+            "PUT .owner",
+            "PUT .janitor",
+        ],
+    )
+    def test_uploads_go_on_without_another_listing(self, request_name: str, arrives: bool) -> None:
+        bucket = Bucket()
+        quota, budget = mover(bucket)
+        budget.step()
+        assert uploads(quota, bucket, range(5)) == 5
+        bucket.now_s += 20.0
+        requests = len(bucket.requests)
+        setattr(bucket, "after" if arrives else "before", once(request_name))
+        budget.step()
+        assert request_name in bucket.requests[requests:]
+        for _ in range(2):
+            budget.step()
+        assert writes(budget)
+        assert bucket.record.nbytes == 5 * ROW
+        assert bucket.record.counted == {"me": 5 * ROW}, "renewed, with what was uploaded since"
+        assert bucket.count(LISTING) == 1
+        assert uploads(quota, bucket, range(5, 20)) == 10, "a window"
+
+    def test_rows_whose_delete_was_not_answered_are_deleted_again_and_no_others_for_them(self) -> None:
+        bucket = Bucket()
+        for number in range(ROWS):
+            bucket.now_s += 1.0
+            bucket.store(row(number))
+        _, budget = mover(bucket)
+        bucket.after = once("DELETE rows")
+        budget.step()
+        expected = {row(number) for number in range(20, ROWS)}
+        assert bucket.rows == expected, "two windows, the oldest"
+        budget.step()
+        assert bucket.rows == expected
+        assert bucket.record.nbytes == len(expected) * ROW
+        assert bucket.count("DELETE rows") == 2
+
+    @pytest.mark.parametrize("error", [{"Key": "elsewhere"}, {}], ids=["other name", "no name"])
+    def test_an_error_for_a_name_that_was_not_sent_counts_for_all_of_them(self, error: dict[str, str]) -> None:
+        bucket = Bucket()
+        for number in range(ROWS):
+            bucket.now_s += 1.0
+            bucket.store(row(number))
+        _, budget = mover(bucket)
+        bucket.delete_errors = ({"Code": "InternalError", **error},)
+        budget.step()
+        assert bucket.record.nbytes == ROWS * ROW, "nothing is taken for deleted"
+        bucket.delete_errors = ()
+        for _ in range(2):
+            budget.step()
+        assert bucket.rows == {row(number) for number in range(20, ROWS)}
+        assert bucket.record.nbytes == len(bucket.rows) * ROW
+
+
+class TestRequestsThatAlwaysFail:
+    """With an error that is no denial: nothing may be uploaded, and somebody has to say so."""
+
+    @pytest.mark.parametrize(
+        ("request_name", "status"),
+        [
+            (f"PUT {CONDITIONS_NAME}-me", 500),
+            *itertools.product([f"PUT {USAGE_NAME}", f"GET {USAGE_NAME}", "GET .owner"], [412, 500]),
+        ],
+    )
+    def test_is_a_problem_until_they_succeed(self, request_name: str, status: int) -> None:
+        def fail(name: str) -> None:
+            if name == request_name:
+                raise failed(status)
+
+        bucket = Bucket(before=fail)
+        quota, budget = mover(bucket)
+        budget.step()
+        assert budget._denials.current() == {}, "not after one"
+        bucket.now_s += UNCHANGED_S + 1.0
+        budget.step()
+        (problem,) = budget._denials.current().values()
+        assert "was not renewed for 6" in problem
+        assert UNREACHABLE in budget._denials.current(), "an outage is no lack of room, and nobody denies it"
+        assert uploads(quota, bucket, range(1)) == 0
+        bucket.before = lambda _: None
+        bucket.now_s += 16.0
+        budget.step()
+        assert uploads(quota, bucket, range(1)) == 1
+
+
+class TestRightsThatOneLacks:
+    def test_who_cannot_list_keeps_nobody_else_from_writing_the_record(self) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, poor), (quota, two) = mover(bucket, "poor", terms), mover(bucket, "two", terms)
+        asking, told, stored = poor, set[str](), 0
+
+        def deny(name: str) -> None:
+            if asking is poor and name.startswith(("LIST", "LOOK")):
+                raise failed(403)
+
+        bucket.before = deny
+        for number in range(60):
+            bucket.now_s += 5.0
+            for asking in (poor, two):
+                asking.step()
+            stored += uploads(quota, bucket, range(number, number + 1))
+            told.add(bucket.record.writer)
+        assert told == {"two"}
+        assert stored > 40
+
+
+class TestServersWithTwoClocks:
+    """The Date of an answer is ahead of the Last-Modified in it: whether the record is written is seen by its
+    changes, and how old a row is counted by the clock of Last-Modified."""
+
+    @pytest.mark.parametrize("ahead_s", [-3600.0, 60.0, 3600.0])
+    def test_change_nothing(self, ahead_s: float) -> None:
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        quota, one = mover(bucket, "one", terms)
+        late, two = mover(bucket, "two", terms)
+        for _ in range(12):
+            one.step()
+            two.step()
+            bucket.now_s += 5.0
+            bucket.ahead_s = ahead_s
+            uploads(quota, bucket, range(1))
+        assert (writes(one), writes(two)) == (True, False)
+        assert one._denials.current() == {}
+        for each in (quota, late):
+            assert max(0.0, ahead_s - 5.0) <= each.ahead_s <= max(0.0, ahead_s)
+        bucket.now_s += 31.0
+        two.step()
+        assert writes(two)
+
+
+class TestSweepsUnderThrottling:
+    PAGES = 20
+
+    @pytest.fixture
+    def bucket(self) -> Bucket:
+        bucket = Bucket(page_names=PAGE_NAMES)
+        for number in range(self.PAGES * PAGE_NAMES - 1):  # the janitor's own objects are on the first pages
+            bucket.store(row(number))
+        return bucket
+
+    @pytest.mark.parametrize("terms", [SELDOM, EACH_PAGE], ids=["renewed seldom", "renewed after each page"])
+    @pytest.mark.parametrize("request_name", [LISTING, f"PUT {USAGE_NAME}", f"PUT {COUNTER_NAME}me"])
+    def test_a_sweep_ends_and_lists_no_page_twice(self, bucket: Bucket, request_name: str, terms: Terms) -> None:
+        """Each third request of a kind fails."""
+
+        def fail(name: str) -> None:
+            if name == request_name and bucket.count(name) % 3 == 0:
+                raise failed(503)
+
+        bucket.before = fail
+        quota, budget = mover(bucket, terms=terms)
+        if request_name.startswith("PUT .landed"):
+            budget.takeover._published_s = float("-inf")
+        turns = 0
+        while uploads(quota, bucket, range(1000, 1001)) == 0:
+            budget.step()
+            turns += 1
+            assert turns < 3 * self.PAGES
+        rows = self.PAGES * PAGE_NAMES - 1
+        assert bucket.record.nbytes == rows * ROW, "each row is counted, once"
+        failures = bucket.count(LISTING) // 3 if request_name == LISTING else 0
+        assert bucket.count(LISTING) <= self.PAGES + failures + 3
+
+    def test_a_damaged_name_before_an_interruption_skips_no_rows(self, bucket: Bucket) -> None:
+        _, budget = mover(bucket)
+        bucket.damaged_names = {f"p/{CONDITIONS_NAME}": "p/~"}
+
+        def fail(name: str) -> None:
+            if name == LISTING and bucket.count(name) == 2:
+                raise failed(503)
+
+        bucket.before = fail
+        for _ in range(2):
+            budget.step()
+        assert bucket.record.nbytes == len(bucket.rows) * ROW
+
+
+class TestCountersThatCannotBeRead:
+    @pytest.mark.parametrize("damaged", [b"?", b"9" * 15])
+    @pytest.mark.parametrize("uploaded", [0, 10])
+    def test_one_that_has_arrived_damaged_is_written_again(self, uploaded: int, damaged: bytes) -> None:
+        """Else its mover would wait for an hour: nothing is granted, so that the counter does not change."""
+        bucket = Bucket()
+        terms = replace(SELDOM, renew_s=5.0)
+        (_, one), (quota, two) = mover(bucket, "one", terms), mover(bucket, "two", terms)
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds // 5):
+                bucket.now_s += 5.0
+                two.step()
+                one.step()
+
+        one.step()
+        if uploaded:
+            passes(20)
+            assert uploads(quota, bucket, range(20)) == uploaded
+
+        def damage(name: str) -> None:
+            if name == f"PUT {COUNTER_NAME}two":
+                bucket.after = lambda _: None
+                bucket.store(f"p/{COUNTER_NAME}two", damaged)
+
+        bucket.after = damage
+        passes(60)
+        assert 0 <= bucket.record.nbytes < 100 * ROW
+        assert 1 <= uploads(quota, bucket, range(100, 200)) <= 10, "a window"
+
+    @pytest.mark.parametrize("uploaded", [None, 0, 10])
+    @pytest.mark.parametrize("healed_at", ["PUT .usage", "LIST p/", "never"])
+    def test_one_that_a_sweep_has_counted_damaged_grants_no_more_than_a_window(
+        self, uploaded: int | None, healed_at: str
+    ) -> None:
+        """`uploaded`: None: the first one arrives damaged, so that it waits for a sweep."""
+        bucket = Bucket()
+        terms = Terms(confirm_s=0.0)
+        (_, one), (quota, two) = mover(bucket, "one", terms), mover(bucket, "two", terms)
+        for each in (one, two, one, two, one)[: 1 if uploaded is None else 5]:
+            bucket.now_s += 5.0
+            each.step()
+        true = b"%d" % ((uploaded or 0) * ROW)
+        assert uploads(quota, bucket, range(uploaded or 0)) * ROW == int(true)
+        bucket.store(f"p/{COUNTER_NAME}two", b"9" * 15)
+
+        def heal(name: str) -> None:
+            if name == healed_at:
+                bucket.store(f"p/{COUNTER_NAME}two", true)
+
+        bucket.after = heal
+        stored = 0
+        for _ in range(60):
+            bucket.now_s += 31.0
+            one.step()
+            assert 0 <= bucket.record.nbytes < 100 * ROW
+        two.step()
+        assert uploads(quota, bucket, range(100, 300)) <= 10, "a window"
+        for _ in range(20):
+            bucket.now_s += 31.0
+            two.step()
+            one.step()
+            stored += uploads(quota, bucket, range(300 + stored, 301 + stored))
+        assert stored > 10, "it is healed"
+
+    def test_one_that_the_record_knows_keeps_its_value_also_for_the_next_writer(self) -> None:
+        bucket = Bucket()
+        _, one = mover(bucket, "one")
+        other, two = mover(bucket, "two")
+        for each in (one, two, one, two):
+            each.step()
+        assert uploads(other, bucket, range(3)) == 3
+        two.step()
+        one.step()
+        assert bucket.record.counted == {"one": 0, "two": 3 * ROW}
+        bucket.store(f"p/{COUNTER_NAME}two", b"?")
+        assert uploads(other, bucket, range(3, 6)) == 3
+        one.step()
+        assert bucket.record.counted == {"one": 0, "two": 3 * ROW}
+        third, three = mover(bucket, "three")
+        three.step()
+        bucket.now_s += 31.0
+        for _ in range(2):
+            three.step()
+        assert writes(three)
+        assert bucket.record.counted["two"] == 3 * ROW
+        two.takeover._published_s = float("-inf")
+        two.step()
+        three.step()
+        assert bucket.record.counted["two"] == 6 * ROW, "it has written its counter again"
+        assert bucket.record.nbytes >= len(bucket.rows) * ROW
+        assert uploads(third, bucket, range(100, 101)) == 1
