@@ -146,13 +146,6 @@ class S3Server:
         """Kill the process (SIGKILL): a graceful shutdown takes SeaweedFS 20 s, and tests want a crash anyway."""
         self._kill()
 
-    def pause(self) -> None:
-        """Freeze the process: the kernel accepts connections, but requests get no response."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
     def close(self) -> None:
         """Stop, and remove the server's files."""
         self._kill()
@@ -176,13 +169,10 @@ class S3Server:
     def _probe_client(self) -> Any:
         return self.client(config=Config(connect_timeout=1, read_timeout=5, retries={"total_max_attempts": 1}))
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, number)
-
     def _kill(self) -> None:
         if self._process is not None:
-            self._signal(signal.SIGKILL)
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 

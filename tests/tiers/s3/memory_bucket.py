@@ -6,21 +6,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import BytesIO
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from nixl_tiers.tiers.s3.budget import USAGE_NAME
+from nixl_tiers.tiers.s3.budget import USAGE_NAME, Budget
+from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
-from nixl_tiers.tiers.s3.record import Record
+from nixl_tiers.tiers.s3.record import Record, UploadQuota
+from nixl_tiers.tiers.s3.takeover import Terms
 
-ROW = 1 << 16
+CAPACITY_ROWS, WINDOW_ROWS, ROW = 64, 8, 1 << 16
+STEP_S = 5.0
+TERMS = Terms(confirm_s=0.0, settle_s=0.0)
 NAMES = RowNames("p")
 LISTING = "LIST p/"
 
 
-def row(number: int) -> str:
-    return NAMES.name("00" * 16, b"%08d" % number)
+def row(number: int, namespace: int = 0) -> str:
+    return NAMES.name(f"{namespace:02x}" * 16, b"%08d" % number)
 
 
 def failed(status: int) -> ClientError:
@@ -37,11 +42,9 @@ class Bucket:
     behind the last name."""
 
     objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
-    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     before: Callable[[str], None] = lambda _: None  # may raise: the request does not arrive
     after: Callable[[str], None] = lambda _: None  # may raise: the answer does not
-    tested: Callable[[str], None] = lambda _: None  # a write's condition holds, and it is not written yet
     knows_conditions: bool = True
     page_names: int = 1000
     delete_errors: tuple[dict[str, str], ...] = ()
@@ -80,9 +83,7 @@ class Bucket:
             fails |= "IfMatch" in condition and (found is None or found[1] != condition["IfMatch"])
             if fails and self.knows_conditions:
                 raise failed(412)
-            self.tested(Key)
             self.store(Key, Body)
-            self.metadata[Key] = condition.get("Metadata", {})
         return {"ETag": self.objects[Key][1], **self._date}
 
     def get_object(self, *, Bucket: str, Key: str) -> dict[str, Any]:  # noqa: N803
@@ -91,8 +92,7 @@ class Bucket:
                 raise failed(404)
         body, etag, modified_s = self.objects[Key]
         modified = datetime.fromtimestamp(modified_s, UTC)
-        found = {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
-        return found | {"Metadata": self.metadata.get(Key, {})}
+        return {"Body": BytesIO(body), "ETag": etag, "LastModified": modified, **self._date}
 
     def delete_object(self, *, Bucket: str, Key: str) -> None:  # noqa: N803
         del self.objects[Key]
@@ -161,3 +161,52 @@ def once(request: str) -> Callable[[str], None]:
             raise lost()
 
     return fail
+
+
+class Mover:
+    """Uploads, the quota that grants them, and what keeps that up to date. `others`: how many may store, too."""
+
+    def __init__(
+        self, bucket: Bucket, name: str, others: int = 0, capacity_rows: int = CAPACITY_ROWS, **named: object
+    ) -> None:
+        self.bucket = bucket
+        self.most_rows = capacity_rows + others * WINDOW_ROWS
+        self.quota = UploadQuota(name, capacity_rows * ROW, ROW)
+        self.denials = Denials("the bucket", lambda: bucket.now_s)
+        connection: Any = SimpleNamespace(client=bucket, delete_client=bucket, denials=self.denials)
+        given: dict[str, Any] = {"terms": TERMS, **named}
+        self.budget = Budget(connection, "b", "p", quota=self.quota, **given)
+        self.begun: list[str] = []
+
+    def begin(self, *names: str) -> int:
+        """Begin these uploads, as many as are granted."""
+        count = 0
+        for name in names:
+            if not self.quota.try_acquire(ROW):
+                break
+            self.begun.append(name)
+            count += 1
+        return count
+
+    def end(self) -> None:
+        """All that were begun arrive."""
+        for name in self.begun:
+            self.bucket.store(name)
+            self.quota.upload_ended(ROW, self.bucket.now_s)
+        assert len(self.bucket.rows) <= self.most_rows
+        self.begun.clear()
+
+    def store(self, *names: str) -> int:
+        count = self.begin(*names)
+        self.end()
+        return count
+
+    def steps(self, count: int = 1, after_s: float = STEP_S) -> None:
+        for _ in range(count):
+            self.bucket.now_s += after_s
+            self.budget.step()
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes the usage record, and so lists and deletes."""
+        return self.budget.takeover.account is not None

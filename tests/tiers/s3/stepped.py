@@ -76,7 +76,6 @@ class Bucket:
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     fault: Callable[[Request], Fault] = lambda _: None
-    denied_deletes: set[str] = field(default_factory=set)  # in answers that are good otherwise
     deletes: str = "any"  # which it takes: any form, DeleteObjects with "Content-MD5" only, or "one by one" only
     page_names: int = 1000
     ends_early: bool = False  # a page of a listing says that it is the last
@@ -139,7 +138,9 @@ class Bucket:
                     return 400, b"<Error><Code>InvalidRequest</Code><Message>Content-MD5</Message></Error>"
                 body = _body(request)
                 assert not md5 or md5 == b64encode(hashlib.md5(body).digest())
-                return 200, self._delete(body)
+                for each in re.findall(rb"<Key>([^<]+)</Key>", body):
+                    self.objects.pop(each.decode(), None)
+                return 200, b"<DeleteResult></DeleteResult>"
             case "PUT":
                 expected = request.headers.get("If-Match")
                 none = request.headers.get("If-None-Match")
@@ -175,15 +176,6 @@ class Bucket:
         )
         truncated = f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
         return f"<ListBucketResult>{truncated}{more}{rows}</ListBucketResult>".encode()
-
-    def _delete(self, body: bytes) -> bytes:
-        errors = ""
-        for each in re.findall(rb"<Key>([^<]+)</Key>", body):
-            if (name := each.decode()) in self.denied_deletes:
-                errors += f"<Error><Key>{name}</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
-            else:
-                self.objects.pop(name, None)
-        return f"<DeleteResult>{errors}</DeleteResult>".encode()
 
     # --- NIXL
 

@@ -6,12 +6,10 @@ is a row that is not there, and its load finds that out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
-from xml.etree import ElementTree as ET
 
 import pytest
 from botocore.awsrequest import AWSResponse
@@ -21,10 +19,11 @@ from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import object_name
 from nixl_tiers.config.schema import S3Config
-from nixl_tiers.tiers.s3.answers import PIECE_BYTES, REQUEST_ERRORS
+from nixl_tiers.tiers.s3.answers import REQUEST_ERRORS
 from nixl_tiers.tiers.s3.client import client_of
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RowNames
+from tests.tiers.s3.stepped import Raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:tzname .* identified")  # dateutil's, of damaged times
 
@@ -60,19 +59,6 @@ def page(keys: list[bytes], *, more: bool = False) -> bytes:
 
 
 ERROR = b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code><Message>none</Message><HostId>h</HostId></Error>'
-
-
-class Raw:
-    """The body of an answer."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-
-    def stream(self, *_: object, **__: object) -> Iterator[bytes]:
-        yield self._body
-
-    def read(self, *_: object, **__: object) -> bytes:
-        return self._body
 
 
 class Answers:
@@ -203,26 +189,3 @@ def test_an_error_with_status_200_is_an_error(answers: Answers, request_of: str)
     fields = {"Delete": {"Objects": [{"Key": "p/1"}]}} if request_of == "delete_objects" else {"Prefix": "p/"}
     with pytest.raises(ClientError, match="NoSuchKey"):
         getattr(answers.client, request_of)(Bucket="kv", **fields)
-
-
-def test_a_page_is_parsed_once_and_in_small_pieces(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed: list[int] = []
-    real = ET.XMLParser
-
-    class Counted:
-        def __init__(self, **fields: Any) -> None:
-            self._parser = real(**fields)
-            self.close = self._parser.close
-
-        def feed(self, data: bytes) -> None:
-            fed.append(len(data))
-            self._parser.feed(data)
-
-    monkeypatch.setattr(ET, "XMLParser", Counted)
-    body = page([b"%04d" % number for number in range(1000)])
-    assert len(answers.list(body)["Contents"]) == 1000
-    assert len(fed) > 3
-    assert max(fed) <= PIECE_BYTES
-    assert sum(fed) == len(body)
-    with pytest.raises(REQUEST_ERRORS):
-        answers.list(b"<ListBucketResult><Contents>" + b"x" * (2 * PIECE_BYTES))

@@ -8,18 +8,14 @@ import json
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from nixl_tiers.tiers.s3 import budget as budget_module
-from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME, Budget
+from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
 from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME, old_engine_now
-from nixl_tiers.tiers.s3.denials import Denials
-from nixl_tiers.tiers.s3.record import UploadQuota
 from nixl_tiers.tiers.s3.takeover import Terms
-from tests.tiers.s3.memory_bucket import ROW, Bucket, row
+from tests.tiers.s3.memory_bucket import ROW, Bucket, Mover, row
 
 CAPACITY_ROWS, WINDOW_ROWS = 640, 10
 LEASES = [OWNER_NAME, JANITOR_NAME]
@@ -68,48 +64,29 @@ class Old:
         return f"{engine} {write}".encode() if engine else b""
 
 
-@dataclass
-class New:
-    bucket: Bucket
-    name: str = "new"
-
-    def __post_init__(self) -> None:
-        self.quota = UploadQuota(self.name, CAPACITY_ROWS * ROW, ROW)
-        denials = self.denials = Denials("the bucket", lambda: self.bucket.now_s)
-        connection: Any = SimpleNamespace(client=self.bucket, delete_client=self.bucket, denials=denials)
-        self.budget = Budget(connection, "b", "p", quota=self.quota, terms=Terms(confirm_s=0))
-
-    def turn(self) -> None:
-        self.budget.step()
-
-    @property
-    def stores(self) -> bool:
-        return self.quota.ready
-
-    @property
-    def writes(self) -> bool:
-        return self.budget.takeover.account is not None
+def new_engine(bucket: Bucket, name: str = "new") -> Mover:
+    return Mover(bucket, name, capacity_rows=CAPACITY_ROWS, terms=Terms(confirm_s=0))
 
 
-def passes(seconds: float, *engines: Old | New) -> None:
+def passes(seconds: float, *engines: Old | Mover) -> None:
     until_s = engines[0].bucket.now_s + seconds
     while engines[0].bucket.now_s < until_s:
         engines[0].bucket.now_s += 5.0
         for each in engines:
-            each.turn()
+            each.turn() if isinstance(each, Old) else each.budget.step()
 
 
 @pytest.mark.parametrize("name", LEASES)
 def test_an_old_engine_that_lives_is_waited_for_and_told(bucket: Bucket, name: str) -> None:
-    old, new = Old(bucket, name), New(bucket)
+    old, new = Old(bucket, name), new_engine(bucket)
     old.turn()
     passes(300.0, new, old)
-    assert not new.stores
+    assert not new.quota.ready
     assert old.holds
     assert "engine old of an older release uses the prefix" in new.denials.current()["prefix"]
     assert old_engine_now(bucket, "b", "p") == "old"
     passes(100.0, new)
-    assert new.stores, "it has crashed"
+    assert new.quota.ready, "it has crashed"
     assert old_engine_now(bucket, "b", "p") == ""
     passes(60.0, new)
     assert new.denials.current() == {}
@@ -118,7 +95,7 @@ def test_an_old_engine_that_lives_is_waited_for_and_told(bucket: Bucket, name: s
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "crashed"])
 def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket, closed: bool) -> None:
     """As after a rollback: it neither reads the record nor changes it."""
-    first, old = New(bucket, "first"), Old(bucket, OWNER_NAME)
+    first, old = new_engine(bucket, "first"), Old(bucket, OWNER_NAME)
     passes(60.0, first)
     first.budget.end()
     passes(100.0, old)
@@ -126,7 +103,7 @@ def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket,
         bucket.store(row(number))
     if closed:
         old.close()
-    later = New(bucket, "later")
+    later = new_engine(bucket, "later")
     for number in range(CAPACITY_ROWS, 2 * CAPACITY_ROWS):
         passes(5.0, later)
         if later.quota.try_acquire(ROW):
@@ -139,27 +116,16 @@ def test_what_a_private_engine_has_stored_beside_a_record_counts(bucket: Bucket,
 @pytest.mark.parametrize("name", LEASES)
 def test_while_a_new_engine_writes_no_old_one_gets_a_lease(bucket: Bucket, name: str) -> None:
     """It would delete the rows of others, or list and delete beside this one."""
-    old, new = Old(bucket, name), New(bucket)
-    new.turn()
+    old, new = Old(bucket, name), new_engine(bucket)
+    new.budget.step()
     for _ in range(3):
         passes(600.0, new, old)
-        assert new.stores
+        assert new.quota.ready
         assert not old.holds
-        later = New(bucket, f"{new.name}+")  # another one goes on with the old names
+        later = new_engine(bucket, f"{new.quota.mover}+")  # another one goes on with the old names
         new.budget.end()
         new = later
     assert bucket.count(f"PUT {OWNER_NAME}") <= 3 * 600 / 15 + 6
-
-
-@pytest.mark.parametrize("name", LEASES)
-def test_one_that_got_the_lease_while_the_writer_stood_still_stops_it(bucket: Bucket, name: str) -> None:
-    old, new = Old(bucket, name), New(bucket)
-    new.turn()
-    passes(200.0, old)
-    assert old.holds
-    passes(20.0, new, old)
-    assert not new.writes
-    assert old.holds
 
 
 def test_from_an_old_janitors_record_nothing_is_subtracted_before_a_sweep(bucket: Bucket) -> None:
@@ -169,23 +135,12 @@ def test_from_an_old_janitors_record_nothing_is_subtracted_before_a_sweep(bucket
     record = {"bytes": CAPACITY_ROWS * ROW, "counted": {}, "oldest": int(bucket.now_s) - 100}
     bucket.store(f"p/{USAGE_NAME}", json.dumps(record).encode())
     bucket.store(f"p/{COUNTER_NAME}old", b"12345")
-    new = New(bucket)
-    new.turn()
+    new = new_engine(bucket)
+    new.budget.step()
     assert new.writes
     assert len(bucket.rows) == 20
     assert bucket.record.nbytes == 20 * ROW
     assert bucket.record.counted == {"new": 0, "old": 12345}
-
-
-def test_old_engines_read_the_record_and_counters(bucket: Bucket) -> None:
-    new = New(bucket)
-    new.turn()
-    new.quota.upload_ended(7, bucket.now_s)
-    new.turn()
-    record = json.loads(bucket.small(USAGE_NAME))
-    assert record["counted"] == {"new": 7}
-    assert isinstance(record["bytes"], int)
-    assert int(bucket.small(f"{COUNTER_NAME}new")) == 7
 
 
 STORED = Path(__file__).with_name("stored-by-3229999f.tar.xz")
@@ -209,9 +164,9 @@ def test_what_an_earlier_version_has_stored_stays_and_counts(bucket: Bucket, kin
         bucket.store(name, body)
     before, began_s = bucket.rows, bucket.now_s
     assert len(before) == 24
-    new = New(bucket)
-    new.turn()
-    while not new.stores:
+    new = new_engine(bucket)
+    new.budget.step()
+    while not new.quota.ready:
         passes(5.0, new)
         assert bucket.now_s <= began_s + within_s
     passes(60.0, new)

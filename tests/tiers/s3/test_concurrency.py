@@ -18,7 +18,6 @@ from nixl_tiers.tiers.s3.concurrency import (
     POLL_S,
     PROBE,
     PROBE_AFTER,
-    PROBE_S,
     STORE_POLL_S,
     STORE_POLLS,
     PollPace,
@@ -89,16 +88,6 @@ def test_the_path_is_full_and_not_much_more(server: Server, most: int) -> None:
     assert client.limit.limit <= max(FIRST, 1.5 * GAIN * max(PROBE, server.path * (1 + server.noise)) + 1)
 
 
-@settings(deadline=None, max_examples=20)
-@given(before=servers, after=servers)
-def test_a_path_that_changes_is_measured_again(before: Server, after: Server) -> None:
-    client = Client(TransferLimit(64))
-    client.run(before, 100 * before.latency_s + 400 / before.rate)
-    client.now = after.free_s = client.now + PROBE_S  # the time of the next measurement
-    rate = client.run(after, 100 * after.latency_s + 400 / after.rate)
-    assert rate >= 0.8 * min(after.rate, 64 / (after.latency_s * (1 + after.noise / 2)))
-
-
 @settings(deadline=None)
 @given(
     most=st.integers(1, 128),
@@ -131,23 +120,6 @@ def test_failures_halve_it_once_for_all_that_were_under_way() -> None:
     for _ in range(64):
         client.limit.failed(client.now, client.now + 1)
     assert client.limit.limit == 32
-
-
-def test_a_burst_that_was_too_late_is_not_expected_to_be_as_fast_as_those_before() -> None:
-    """They were learned one at a time, and 16 at once take 16 times as long: the next burst has that time."""
-    limit, now = TransferLimit(64), 0.0
-    for _ in range(2 * FIRST - 1):
-        now += 0.4
-        limit.ended(now - 0.4, now, waiting=False)
-    limit.timed_out(now, now + 5.0)
-    assert 0.4 < limit.typical_s < 1.0, "a single one that hangs says little"
-    for _ in range(FIRST):
-        limit.timed_out(now, now + 5.0)
-    limit.ended(now + 5.0, now + 5.4, waiting=False)
-    assert limit.typical_s > FIRST * 0.4, "one that was tried alone changes nothing"
-    for _ in range(FIRST):
-        limit.ended(now + 6.0, now + 6.0 + FIRST * 0.4, waiting=False)
-    assert limit.typical_s == pytest.approx(FIRST * 0.4)
 
 
 def test_polls_follow_how_long_transfers_take_and_how_many_run() -> None:

@@ -20,7 +20,6 @@ from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.s3.answers import no_answer, tier_error
 from nixl_tiers.tiers.s3.client import (
     Credentials,
-    Region,
     client_of,
     configured_region,
     endpoint_of,
@@ -28,14 +27,13 @@ from nixl_tiers.tiers.s3.client import (
     settled_region,
 )
 from nixl_tiers.tiers.s3.concurrency import MOST
-from nixl_tiers.tiers.s3.connection import S3Connection
 from nixl_tiers.tiers.s3.control import S3Control
 from nixl_tiers.tiers.s3.data import MIN_STAGING_ROWS, SPARE_STAGING_ROWS, STAGING_BYTES, _parameters, _staging
 from nixl_tiers.tiers.s3.denials import Denials
 from nixl_tiers.tiers.s3.names import RECENT_NAMES
 from tests.support.fake_movers import Clock
 from tests.support.times import changed
-from tests.tiers.s3.stepped import NAMESPACE, Bucket, SteppedTier
+from tests.tiers.s3.stepped import Bucket, SteppedTier
 
 MIB = 1 << 20
 HERE = "http://s3.example:9000"
@@ -116,10 +114,6 @@ class TestRegions:
         except TierRefused as error:
             found = str(error)
         assert found.endswith(expected)
-
-    def test_that_of_a_profile_that_there_is_not_is_the_default(self, environment: pytest.MonkeyPatch) -> None:
-        environment.setenv("AWS_PROFILE", "nobody")
-        assert configured_region(config()) == Region("us-east-1")
 
     @pytest.mark.parametrize(
         ("url", "own"),
@@ -246,26 +240,6 @@ class TestWhereRequestsGo:
         }
         assert bounds == {"client": (2, 10, 2), "delete_client": (2, 10, 1), "quick_client": (1, 1, 1)}
 
-    @pytest.mark.parametrize("source", ["profile", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
-    def test_nixl_goes_where_boto3_is_sent(
-        self, source: str, make_tier: Callable[..., SteppedTier], environment: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """Its AWS library reads neither boto3's profiles nor `endpoint_url` in them."""
-        fields = {"profile": "kv"} if source == "profile" else {}
-        environment.setenv(
-            *(("AWS_CONFIG_FILE", str(tmp_path / "config")) if fields else (source, "http://s3.kv:9000"))
-        )
-        tier = make_tier(endpoint=None, **fields)
-        tier.tier.open(NAMESPACE, 0)
-        assert tier.tier._data._server[1] == "http://s3.kv:9000"
-
-    @pytest.mark.parametrize("variable", ["HTTP_PROXY", "https_proxy"])
-    def test_none_goes_through_a_proxy_as_nixls_cannot(self, variable: str, environment: pytest.MonkeyPatch) -> None:
-        environment.setenv(variable, "http://proxy.example:3128")
-        endpoint = f"{variable.lower().partition('_')[0]}://s3.example:9000"
-        client = client_of(config(endpoint), connect_s=1.0, read_s=1.0, attempts=1)
-        assert client._endpoint.http_session._proxy_config.proxy_url_for(endpoint) is None
-
     @pytest.mark.parametrize(
         ("variables", "endpoint", "named"),
         [
@@ -295,23 +269,6 @@ def tries(client: Any) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [{}, {"date": "Mon, 2? Nov 2026"}, {"date": "23 Nov 99999999999 12:00:00 GMT"}],
-    ids=["none", "damaged", "far"],
-)
-def test_an_answer_without_a_readable_date_leaves_the_servers_time_alone(headers: dict[str, str]) -> None:
-    def answer(**headers: str) -> dict[str, object]:
-        return {"ResponseMetadata": {"HTTPHeaders": headers}}
-
-    connection = S3Connection(config())
-    connection._on_response(parsed=answer(date="Mon, 23 Nov 2026 12:00:00 GMT"))
-    before = connection._server_time
-    assert before is not None
-    connection._on_response(parsed=answer(**headers))
-    assert connection._server_time == before
-
-
 class TestControl:
     """What its thread would do next."""
 
@@ -321,13 +278,6 @@ class TestControl:
         control.connection.client = control.connection.delete_client = mock.Mock()
         control._thread = mock.Mock()
         return control
-
-    def test_versioning_is_asked_for_after_all_else_and_where_something_is_written(self, control: S3Control) -> None:
-        control.delete(["nixl-tiers/row"])
-        assert control._next(0.0) == control._delete_some
-        control._delete_queue.clear()
-        assert control._next(0.0) == control._check_versioning
-        assert not S3Control(config(write="off"))._versioning_unknown
 
     @pytest.mark.parametrize(("status", "warned"), [("Enabled", True), ("Suspended", False), (None, False)])
     def test_a_bucket_that_keeps_deleted_rows_is_warned_of(
@@ -391,43 +341,14 @@ class TestStagingRows:
         assert "dd" in flags
 
 
-class TestDenials:
-    @pytest.fixture
-    def clock(self) -> Clock:
-        return Clock(100.0)
-
-    @pytest.fixture
-    def recorder(self, clock: Clock) -> Denials:
-        return Denials("here", clock)
-
-    def test_a_success_clears_a_denial_after_a_while_without_another(self, recorder: Denials, clock: Clock) -> None:
-        """A server that denies every other request is reported once."""
-        for _ in range(20):
-            recorder.denied("put", "AccessDenied")
-            clock.now += 1
-            recorder.succeeded("put")
-            assert set(recorder.current()) == {"put"}
-        clock.now += PRODUCTION.s3_denial_s
-        assert recorder.current() == {}
-
-    def test_a_failure_of_unknown_cause_prolongs_a_known_denial(self, recorder: Denials, clock: Clock) -> None:
-        recorder.failed("put")
-        assert recorder.current() == {}
-        recorder.denied("put", "AccessDenied")
-        clock.now += 3600
-        recorder.failed("put")
-        recorder.succeeded("get")
-        assert set(recorder.current()) == {"put"}
-
-    def test_a_servers_text_is_reduced_to_a_code(self, recorder: Denials) -> None:
-        recorder.denied("put", "Access\nDenied " + 1000 * "x")
-        sentence = recorder.current()["put"]
-        assert "\n" not in sentence
-        assert len(sentence) < 200
-
-    def test_an_error_page_is_a_denial_only_with_such_a_code(self, recorder: Denials) -> None:
-        for page in (b"", b"\x00<Code>", b"<Code>NoSuchKey</Code>", b"<Code>SlowDown</Code>"):
-            recorder.error_page("get", page)
-        assert recorder.current() == {}
-        recorder.error_page("get", b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
-        assert set(recorder.current()) == {"get"}
+def test_of_a_servers_text_only_a_code_is_shown_and_only_one_of_denials_is_one() -> None:
+    recorder = Denials("here", Clock(100.0))
+    for page in (b"", b"\x00<Code>", b"<Code>NoSuchKey</Code>", b"<Code>SlowDown</Code>"):
+        recorder.error_page("get", page)
+    assert recorder.current() == {}
+    recorder.error_page("get", b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
+    assert set(recorder.current()) == {"get"}
+    recorder.denied("put", "Access\nDenied " + 1000 * "x")
+    sentence = recorder.current()["put"]
+    assert "\n" not in sentence
+    assert len(sentence) < 200

@@ -20,7 +20,6 @@ from nixl_tiers.tiers.existence import (
     Search,
     UploadChecks,
     galloping_search,
-    one_by_one,
 )
 from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
@@ -47,13 +46,6 @@ def test_a_chain_without_holes_is_found_to_its_end(count: int, data: st.DataObje
     assert len(waves) <= MAX_WAVES
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 500, 512])
-def test_a_chain_that_exists_costs_two_waves(count: int) -> None:
-    found, absent, waves = run(galloping_search(count), [1] * count)
-    assert (found, absent) == (list(range(count)), [])
-    assert len(waves) <= 2
-
-
 @given(there=st.lists(st.sampled_from([1, 1, 1, 0, None]), min_size=1, max_size=600))
 def test_answers_are_right_with_holes_and_without_answers(there: list[Presence]) -> None:
     found, absent, waves = run(galloping_search(len(there)), there)
@@ -63,14 +55,6 @@ def test_answers_are_right_with_holes_and_without_answers(there: list[Presence])
     assert len(waves) <= MAX_WAVES
     assert all(there[place] == 0 and place in asked for place in absent)
     assert len(absent) <= 1
-
-
-@given(there=st.lists(st.sampled_from([5, 0, None]), min_size=1, max_size=100))
-def test_unrelated_keys_are_checked_in_waves(there: list[Presence]) -> None:
-    found, absent, waves = run(one_by_one(len(there)), there)
-    assert found == [place for place, exists in enumerate(there) if exists]
-    assert absent == [place for place, exists in enumerate(there) if exists == 0]
-    assert len(waves) == -(-len(there) // MAX_CONCURRENT)
 
 
 class Medium:
@@ -178,29 +162,6 @@ def test_nothing_is_queued_while_all_threads_are_stuck(checker: ExistenceChecker
     assert checker.answers() == [Answer(50, [], [b"70"])]
 
 
-def test_it_is_told_for_how_long_all_threads_have_been_stuck(checker: ExistenceChecker, medium: Medium) -> None:
-    checker.start(1, keys(MAX_CONCURRENT), chain=False)
-    stuck = medium.pool.begin(MAX_CONCURRENT)
-    medium.clock.now = PRODUCTION.s3_check_s
-    assert checker.stuck_s == 0, "they may still answer in time"
-    medium.clock.now += 0.1
-    checker.answers()
-    assert checker.stuck_s == 0, "since now"
-    medium.clock.now += 30
-    assert checker.stuck_s == 30
-    stuck[0][0].set_result(0)
-    assert checker.stuck_s == 0
-
-
-def test_cleared_checks_are_never_answered(checker: ExistenceChecker, medium: Medium) -> None:
-    checker.start(1, keys(3), chain=False)
-    checker.clear()
-    assert not checker.busy
-    medium.pool.run()
-    assert checker.answers() == []
-    assert medium.asked == [], "they were cancelled"
-
-
 class TestUploads:
     """Before which it is asked whether the row is there by now."""
 
@@ -240,19 +201,3 @@ class TestUploads:
         assert checks.answer(b"10") is None
         medium.pool.run()
         assert checks.answer(b"10") == 1010
-
-
-def test_each_upload_has_its_own_moment() -> None:
-    """Not that of the first one."""
-    medium = Medium()
-    checks = UploadChecks(medium.written_s, medium.clock)
-    checks._pool = medium.pool  # type: ignore[assignment]
-    checks.ask(keys(3))
-    assert checks.answer(b"0") is None
-    medium.clock.now = 0.9 * PRODUCTION.s3_upload_check_s
-    medium.pool.run(1)
-    assert checks.answer(b"0") == 0
-    assert checks.answer(b"1") is None
-    medium.clock.now += 0.9 * PRODUCTION.s3_upload_check_s
-    assert checks.answer(b"1") is None
-    checks.close()

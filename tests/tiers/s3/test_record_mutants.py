@@ -236,32 +236,8 @@ class FailedUploadEndsAtOnce(UploadQuota):
         super().upload_ended(nbytes, now)
 
 
-MUTANTS: list[type] = [
-    SuccessorBringsNoWindow,
-    RunningSweepDropsNewWindows,
-    DeletesAreSubtractedBeforeASweep,
-    OldCounterIsAddedWithoutASweep,
-    CountsFall,
-    CountersAreReadBehindTheListing,
-    DeletesAreSubtractedTwice,
-    UnknownPrefixCountsAsEmpty,
-    TakerBeginsAnew,
-    TakeoverIsOneWrite,
-    CountersAreReadBeforeTheRecord,
-    WritesAreUnconditional,
-    OthersNameIsNoReasonToForget,
-    SweepOfAnEarlierTenureGoesOn,
-    NamesServeBeforeTheirAccount,
-    DeletesGoOnWithoutAWrite,
-    NonceIsTheMovers,
-    FailedUploadsNeedNoSweep,
-    RowsDeletedEarlyAreNamesToo,
-    AnyRowIsDeletedEarly,
-    WindowIsNotKeptFree,
-    UploadsAreNotBoundByAWindow,
-    UncountedMoverUploads,
-    FailedUploadEndsAtOnce,
-]
+KINDS = (Account, Takeover, Sweeper, UploadQuota)
+MUTANTS = [each for each in vars().values() if isinstance(each, type) and issubclass(each, KINDS) and each not in KINDS]
 SCENE: dict[type, Callable[..., None]] = {
     RunningSweepDropsNewWindows: scenes.windows_of_movers_added_during_a_sweep_stay,
     OldCounterIsAddedWithoutASweep: scenes.a_counter_above_a_window_waits_for_a_sweep,
@@ -304,9 +280,7 @@ def plant(mutant: type, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_planted_bug_is_caught(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     named = plant(mutant, monkeypatch)
     first, world = NAMED.get(mutant, (0, {}))
-    with pytest.raises(
-        AssertionError, match=r"beyond the bound|below the truth|more was deleted|a delete long after|early delete"
-    ):
+    with pytest.raises(AssertionError, match=BROKEN):
         explore(range(first, first + SEEDS), **named, **world)
 
 

@@ -158,14 +158,6 @@ def test_what_was_written_since_it_was_listed_stays_and_so_does_its_manifest(buc
     assert bucket.names == sorted([*FOREIGN, row(7), f"{HOME}/about.json"])
 
 
-def test_an_about_json_of_something_else_stays(bucket: Versions) -> None:
-    name = f"p/{'cd' * 16}/about.json"
-    bucket.put(name, b"about something else")
-    for each in find():
-        each.delete(lambda _: None)
-    assert bucket.names == sorted([*FOREIGN, name])
-
-
 @pytest.mark.parametrize("denied", [["ListObjectVersions"], ["ListObjectVersions", "GetBucketVersioning"]])
 def test_versions_that_may_be_left_are_told(bucket: Versions, denied: list[str]) -> None:
     bucket.denied = {*denied}

@@ -33,13 +33,8 @@ from tests.tiers.s3.stepped import (
     key_of,
 )
 
-OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
-    Outcome.OK,
-    Outcome.CORRUPT,
-    Outcome.MISSING,
-    Outcome.FAILED,
-    Outcome.NO_SPACE,
-)
+OK, CORRUPT, MISSING = Outcome.OK, Outcome.CORRUPT, Outcome.MISSING
+FAILED, NO_SPACE = Outcome.FAILED, Outcome.NO_SPACE
 
 
 @pytest.fixture
@@ -161,9 +156,6 @@ class TestRowsThatAreNotTheExpectedOnes:
         assert not any(request.is_listing for request in bucket.requests)
         assert not any(request.method in {"PUT", "POST", "DELETE"} for request in bucket.requests)
 
-    def test_a_row_that_is_not_there_is_a_miss(self, tier: SteppedTier) -> None:
-        assert tier.load(0, 1) == [OK, MISSING]
-
     @pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0])
     def test_a_row_that_is_too_old_is_a_miss_and_deleted(
         self, make_tier: Callable[..., SteppedTier], bucket: Bucket, monkeypatch: pytest.MonkeyPatch, ahead_s: float
@@ -245,27 +237,26 @@ class TestRowsThatAreNotTheExpectedOnes:
         assert not tier.tier.busy
 
 
-class TestNewCredentials:
-    def test_a_download_that_drips_over_their_change_holds_up_nothing(
-        self, make_tier: Callable[..., SteppedTier], bucket: Bucket
-    ) -> None:
-        """Those of a role change every hour."""
-        tier = make_tier(times=changed(stores_held_s=0.0))
-        tier.open()
-        assert tier.store(0, 1, 2) == [OK] * 3
-        slow = tier.tier.load(tier.moves([0]))
-        dripping = bucket.on_their_way.pop()
-        (first, _) = made_with(tier)
-        for number in range(3):
-            tier.control.connection.credentials = Credentials(f"key-{number}", "secret")
-            assert tier.load(1, 2) == [OK, OK]
-            assert tier.store(10 + number) == [OK]
-            assert made_with(tier) == [first] + [f"key-{number}"] * 2, "one agent for each direction, and its own"
-        dripping.end()
-        assert tier.end(slow) == [OK], "it goes on"
-        tier.round()
-        assert made_with(tier) == ["key-2"] * 2, "the old ones end with what they had begun"
-        assert not tier.tier.busy
+def test_a_download_that_drips_over_their_change_holds_up_nothing(
+    make_tier: Callable[..., SteppedTier], bucket: Bucket
+) -> None:
+    """Those of a role change every hour."""
+    tier = make_tier(times=changed(stores_held_s=0.0))
+    tier.open()
+    assert tier.store(0, 1, 2) == [OK] * 3
+    slow = tier.tier.load(tier.moves([0]))
+    dripping = bucket.on_their_way.pop()
+    (first, _) = made_with(tier)
+    for number in range(3):
+        tier.control.connection.credentials = Credentials(f"key-{number}", "secret")
+        assert tier.load(1, 2) == [OK, OK]
+        assert tier.store(10 + number) == [OK]
+        assert made_with(tier) == [first] + [f"key-{number}"] * 2, "one agent for each direction, and its own"
+    dripping.end()
+    assert tier.end(slow) == [OK], "it goes on"
+    tier.round()
+    assert made_with(tier) == ["key-2"] * 2, "the old ones end with what they had begun"
+    assert not tier.tier.busy
 
 
 def made_with(tier: SteppedTier) -> list[str]:
@@ -391,20 +382,6 @@ class TestDenials:
         tier.pass_time(40.0)
         assert tier.tier.denials == {}
 
-    def test_one_for_a_single_object_of_a_delete_is_told_and_asked_for_when_it_is_met_again(
-        self, tier: SteppedTier, bucket: Bucket
-    ) -> None:
-        bucket.put(tier.name(1), b"bad")
-        bucket.denied_deletes = {tier.name(1)}
-        tier.load(1)
-        tier.round()
-        assert set(tier.tier.denials) == {"delete"}
-        assert tier.name(1) in bucket.objects
-        bucket.denied_deletes = set()
-        tier.load(1)
-        tier.round()
-        assert tier.name(1) not in bucket.objects
-
     def test_a_page_that_is_not_s3s_is_told_and_counts_nothing(self, tier: SteppedTier, bucket: Bucket) -> None:
         before = tier.tier.used_bytes
         bucket.fault = lambda request: b"<html><body>Sign in</body></html>" if request.is_listing else None
@@ -511,20 +488,19 @@ class TestOpening:
         assert tier.store(1) == [OK]
 
 
-class TestClose:
-    def test_no_thread_is_waited_for_longer_than_its_time(self, make_tier: Callable[..., SteppedTier]) -> None:
-        """However the server hangs."""
-        tier = make_tier(times=changed(s3_close_s=7.0))
-        tier.open()
-        waited: list[float] = []
-        hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
-        tier.control._thread = hung  # type: ignore[assignment]
-        tier.budget._thread = hung  # type: ignore[assignment]
-        tier.ask(1)
-        tier.questions.begin(1)
-        tier.tier.close()
-        assert waited == [7.0, 7.0]
-        assert not tier.questions.was_waited_for
+def test_no_thread_is_waited_for_longer_than_its_time(make_tier: Callable[..., SteppedTier]) -> None:
+    """However the server hangs."""
+    tier = make_tier(times=changed(s3_close_s=7.0))
+    tier.open()
+    waited: list[float] = []
+    hung = SimpleNamespace(join=waited.append, is_alive=lambda: True)
+    tier.control._thread = hung  # type: ignore[assignment]
+    tier.budget._thread = hung  # type: ignore[assignment]
+    tier.ask(1)
+    tier.questions.begin(1)
+    tier.tier.close()
+    assert waited == [7.0, 7.0]
+    assert not tier.questions.was_waited_for
 
 
 # --- servers that are not quite S3: listings that end early or repeat a name, deletes in one form only ----------------
@@ -610,20 +586,3 @@ class TestFormsOfDeletes:
             full.load(1)
             full.round()
             assert full.name(1) not in full.bucket.rows(), "who meets it again tries again"
-
-
-class TestListingsThatKeepFailing:
-    def test_those_of_sweeps_are_a_problem_after_the_third_time(self, full: SteppedTier, bucket: Bucket) -> None:
-        full.open()
-        bucket.clock.now += 40.0
-        bucket.fault = lambda request: (500, "InternalError") if request.is_listing else None
-        told = []
-        for _ in range(4):
-            bucket.clock.now += 5.0
-            full.budget_step()
-            told.append("list" in full.tier.denials)
-        assert told == [False, False, True, True]
-        assert "(InternalError): rows are not deleted" in full.tier.denials["list"]
-        bucket.fault = lambda _: None
-        full.pass_time(40.0)
-        assert full.tier.denials == {}

@@ -114,7 +114,3 @@ def test_versions_are_deleted_too_and_left_is_what_is_there(
     (report,) = shown["namespaces"]
     assert (code, report["rows"], report["left"], report["problem"]) == (OK, 6, 0, None)
     assert versions() == [foreign]
-    about = f"{place['prefix']}/{bytes(16).hex()}/about.json"
-    client.put_object(Bucket=bucket, Key=about, Body=b"about something else")
-    assert run("purge", "--all", "--yes")[0] == OK
-    assert sorted(versions()) == sorted([about, foreign])

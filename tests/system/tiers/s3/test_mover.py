@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.mover.protocol import Down, Open, Opened
+from nixl_tiers.mover.protocol import Down, Open
 from nixl_tiers.tiers.nixl_agent import STORE_NICE
 from tests.mover.harness import NAMESPACE, MoverProcess
-from tests.support.servers import SECRET_KEY, MotoServer, S3Server, SeaweedServer
+from tests.support.servers import SECRET_KEY, S3Server, SeaweedServer
 
 GEOMETRY = Geometry(cells=2, cell_payload=128 << 10, sub_blocks=4)
 
@@ -77,21 +77,6 @@ def test_uploading_threads_have_low_priority_and_no_other(
         assert after[mover.process.pid] == ours
         assert mover.load([1, 2, 3]) == [Outcome.OK] * 3
         mover.stop()
-
-
-def test_a_tier_is_down_until_its_server_starts(s3_credentials: Callable[[S3Server], None]) -> None:
-    with MotoServer() as server:
-        s3_credentials(server)
-        with MoverProcess(s3_tier(server.endpoint, "kv-later"), GEOMETRY, 8) as mover:
-            mover.send(Open(NAMESPACE, 0))
-            down = mover.expect(lambda message: isinstance(message, Down))
-            assert isinstance(down, Down)
-            assert "kv-later" in down.reason
-            assert mover.store([1]) == [Outcome.FAILED]
-            server.start().make_bucket("kv-later")
-            mover.expect(lambda message: isinstance(message, Opened))
-            assert mover.store([1]) == [Outcome.OK]
-            mover.stop()
 
 
 def test_a_wrong_secret_is_not_in_messages_or_logs(
