@@ -17,7 +17,6 @@ from nixl_tiers.tiers.s3.concurrency import (
     LOAD_POLLS,
     POLL_S,
     PROBE,
-    PROBE_AFTER,
     STORE_POLL_S,
     STORE_POLLS,
     PollPace,
@@ -102,15 +101,6 @@ def test_it_stays_within_its_bounds_whatever_happens(most: int, steps: list[tupl
         else:
             limit.failed(now - seconds, now)
         assert 1 <= limit.limit <= most
-
-
-def test_a_first_hit_is_not_slowed_down_by_measuring() -> None:
-    limit = TransferLimit(64)
-    for _ in range(PROBE_AFTER - 1):
-        limit.ended(0.0, 1.0, waiting=True)
-        assert limit.limit == FIRST
-    limit.ended(0.0, 1.0, waiting=True)
-    assert limit.limit == PROBE
 
 
 def test_failures_halve_it_once_for_all_that_were_under_way() -> None:

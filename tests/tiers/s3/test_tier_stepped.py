@@ -14,7 +14,7 @@ import pytest
 
 from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
-from nixl_tiers.tiers.base import ExistenceAnswer, TierDown, TierRefused
+from nixl_tiers.tiers.base import ExistenceAnswer, Move, TierDown, TierRefused
 from nixl_tiers.tiers.s3 import tier as tier_module
 from nixl_tiers.tiers.s3.client import Credentials
 from nixl_tiers.tiers.s3.concurrency import FIRST
@@ -22,6 +22,7 @@ from nixl_tiers.tiers.s3.data import SLOWEST_BYTES_PER_S
 from nixl_tiers.tiers.s3.record import Record
 from tests.support.times import changed
 from tests.tiers.s3.stepped import (
+    GEOMETRY,
     NAMESPACE,
     OTHER_NAMESPACE,
     ROW,
@@ -32,6 +33,7 @@ from tests.tiers.s3.stepped import (
     SteppedTier,
     key_of,
 )
+from tests.tiers.s3.test_compat import stored_before
 
 OK, CORRUPT, MISSING = Outcome.OK, Outcome.CORRUPT, Outcome.MISSING
 FAILED, NO_SPACE = Outcome.FAILED, Outcome.NO_SPACE
@@ -235,6 +237,24 @@ class TestRowsThatAreNotTheExpectedOnes:
         tier.round()
         assert len(tier.tier._data.free_staging) == free + 1
         assert not tier.tier.busy
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_rows_of_an_earlier_version_are_loaded_and_none_is_deleted(
+    make_tier: Callable[..., SteppedTier], bucket: Bucket, kind: str
+) -> None:
+    """Of its only engine, or shared: there is one kind now."""
+    for name, body in stored_before(f"{kind}-closed").items():
+        bucket.put(name, body)
+    before = bucket.rows()
+    for namespace in (NAMESPACE, OTHER_NAMESPACE):
+        tier = make_tier(rows=32)
+        tier.open(namespace)
+        batch = tier.tier.load([Move(number, number, b"key-%08d" % number, number) for number in range(12)])
+        assert tier.end(batch) == [OK] * 12
+        assert all((tier.region.rows_view[number][: GEOMETRY.cell_payload] == number + 1).all() for number in range(12))
+        tier.pass_time(60.0)
+    assert bucket.rows() == before
 
 
 def test_a_download_that_drips_over_their_change_holds_up_nothing(
