@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import shutil
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 _SAMPLE_S = 0.001
-_TIMEOUT_S = 30.0
 
 
 def disk_bytes(path: Path) -> int:
@@ -92,68 +86,6 @@ def tmpfs(place: Path, size: str) -> Iterator[Path]:
         run("umount", "-l", place)
 
 
-class Ext4:
-    """An ext4 file system in an image file, mounted."""
-
-    def __init__(self, image: Path, place: Path) -> None:
-        self.image = image
-        self.place = place
-
-    @property
-    def options(self) -> list[str]:
-        """The mount options; empty if it is not mounted."""
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        return next((options.split(",") for _, place, _, options, *_ in mounts if place == str(self.place)), [])
-
-    def mount(self) -> bool:
-        return run("mount", "-o", "loop,errors=remount-ro", self.image, self.place)
-
-    def unmount(self) -> bool:
-        """Lazily, so that it works while files are open there: they stay on the old file system."""
-        return run("umount", "-l", self.place)
-
-    def remount(self) -> None:
-        """Mount it again, writable: possible only when all files of the old mount are closed."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        while not (self.mount() and "rw" in self.options and "emergency_ro" not in self.options):
-            assert time.monotonic() < deadline, self.options
-            self.unmount()
-            time.sleep(0.05)
-
-    def make_read_only(self) -> None:
-        """Trigger a file system error: the kernel then fails every write, also to files that are open. Skips the test
-        where the kernel has no such trigger."""
-        device = self.place.stat().st_dev
-        name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
-        try:
-            Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("1")
-        except OSError:
-            pytest.skip("needs a kernel with trigger_fs_error")
-        try:
-            (self.place / "canary").touch()
-        except OSError:
-            return
-        pytest.skip("needs a kernel that makes a file system with errors read-only")
-
-
-@contextmanager
-def ext4(folder: Path) -> Iterator[Ext4]:
-    """An ext4 of 128 MiB below `folder`; skips the test where one cannot be created and mounted."""
-    disk = Ext4(folder / "image", folder / "mounted")
-    disk.place.mkdir()
-    with disk.image.open("wb") as file:
-        file.truncate(128 << 20)
-    if os.geteuid() or not shutil.which("mkfs.ext4") or not run("mkfs.ext4", "-q", "-F", disk.image):
-        pytest.skip("needs to create a file system")
-    if not disk.mount():
-        pytest.skip("needs to mount an image")
-    try:
-        yield disk
-    finally:
-        while disk.unmount():
-            pass
-
-
 @contextmanager
 def hung_mount(place: Path) -> Iterator[Path]:
     """A mount whose server never answers: every call below `place` waits, until its process is killed. Skips the test
@@ -170,30 +102,3 @@ def hung_mount(place: Path) -> Iterator[Path]:
     finally:
         os.close(server)  # what waits ends with an error
         run("umount", "-l", place)
-
-
-class RefusingMount(NamedTuple):
-    """A folder, where it is seen through FUSE, and the process that serves it."""
-
-    behind: Path
-    place: Path
-    pid: int = 0
-
-
-@contextmanager
-def refusing_mount(folder: Path, refused: Mapping[str, int]) -> Iterator[RefusingMount]:
-    """A mount below `folder` that refuses these things, each with an errno: see fuse_mount.py. Skips the test where
-    FUSE cannot be mounted."""
-    mount = RefusingMount(folder / "behind", folder / "mounted")
-    for made in mount[:2]:
-        made.mkdir()
-    command = [sys.executable, "-m", "tests.support.fuse_mount", *map(str, mount[:2]), json.dumps(dict(refused))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True) as server:
-        assert server.stdout is not None
-        try:
-            if (said := server.stdout.readline().strip()) != "mounted":
-                pytest.skip(f"needs to mount FUSE: {said}")
-            yield mount._replace(pid=server.pid)
-        finally:
-            server.kill()  # what waits ends with an error
-            run("umount", "-l", mount.place)

@@ -26,7 +26,7 @@ LONG: Final = (
     "tests/core/test_stateful.py",
     "tests/system/integration/test_faults.py",
     "tests/system/vllm/test_kv_bytes.py",
-    "tests/system/tiers/rowfile/test_shared.py",
+    "tests/system/tiers/test_file_tiers.py",
     "tests/system/integration/test_exits.py",
     "tests/system/tiers/gds/test_conformance.py",
     "tests/system/core/test_order.py",
