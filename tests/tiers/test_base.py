@@ -1,38 +1,22 @@
-"""From a configuration to its tier."""
+"""What all tiers share: ages, text that can be sent, and which rows a file tier stages."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.config import schema
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import Down, decode_to_coordinator, encode, sendable_text
-from nixl_tiers.testing.config import with_faults
-from nixl_tiers.tiers.base import expire_if_due, expired, make_tier, sweep_s
-from tests.support.file_tier import file_tier
-from tests.support.times import PATIENT
-
-
-@pytest.mark.parametrize("faulty", [False, True], ids=["itself", "with-faults"])
-@pytest.mark.parametrize("kind", ["slabs", "files", "s3"])
-def test_a_tier_is_given_the_times_of_its_mover(tmp_path: Path, kind: str, faulty: bool) -> None:
-    given = file_tier(tmp_path, "16MiB", layout=kind)
-    if kind == "s3":
-        given = {"type": "s3", "bucket": "kv-times", "capacity": "16MiB"}
-    config = schema.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, given]})
-    (storage,) = (with_faults(config, {}) if faulty else config).storage
-    with HostRegion.create(Geometry(1, 60_000), 4) as region:
-        made: Any = make_tier(schema.tier_to_dict(storage), region.geometry, region, times=PATIENT)
-        tier = made._inner if faulty else made
-        held = vars(tier._control if kind == "s3" else tier)
-        assert held.get("times", held.get("_times")) == PATIENT
-        made.close()
+from nixl_tiers.tiers import staging
+from nixl_tiers.tiers.base import expire_if_due, expired, sweep_s
+from nixl_tiers.tiers.staging import Staging
+from tests.support.file_tier import file_config
 
 
 def test_what_is_too_old_and_how_often_to_look() -> None:
@@ -50,3 +34,23 @@ def test_name_of_a_foreign_file_that_is_no_utf8_can_be_sent() -> None:
     found = decode_to_coordinator(encode(Down(reason, 0)))
     assert isinstance(found, Down)
     assert found.reason.startswith("\\udcff cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("huge_share", "advice", "staged"),
+    [(None, "write `advise`", True), (None, "", False), (0.5, "", True), (1.0, "", False)],
+    ids=["none to be had", "may get them", "half", "all"],
+)
+def test_rows_are_staged_where_pages_are_small(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, huge_share: float | None, advice: str, staged: bool
+) -> None:
+    """`huge_share`: of the region's bytes in huge pages, None: it is not prefaulted yet; `advice`: why the kernel gives
+    it none."""
+    monkeypatch.setattr(staging, "advice", lambda: advice)
+    huge = None if huge_share is None else (lambda region: int(huge_share * region.nbytes))
+    monkeypatch.setattr(HostRegion, "huge_bytes", property(huge or (lambda _: None)))
+    agent: Any = SimpleNamespace(register_dram=lambda *_: None)
+    with HostRegion.create(Geometry(1, 65536), 4) as region:
+        made = Staging(file_config(tmp_path, "1GiB"), region, agent)
+        made.open()
+        assert made.staged == (staged, staged)

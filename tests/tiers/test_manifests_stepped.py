@@ -82,14 +82,6 @@ def test_it_is_written_as_soon_as_there_are_rows(rig: Rig) -> None:
     assert rig.written.last_used == int(rig.clock.now)
 
 
-def test_its_last_use_is_written_at_open_and_at_the_end(rig: Rig) -> None:
-    rig.step()
-    began_s = rig.written.created
-    rig.step(7200.0)
-    assert rig.written.last_used == began_s + 7200
-    assert rig.written.created == began_s
-
-
 def test_a_medium_that_fails_is_logged_once_and_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     for error in (OSError(30, "Read-only file system"), ZeroDivisionError(), OSError(30, "Read-only file system")):
         rig.medium.fails = error
@@ -113,9 +105,3 @@ class TestStop:
         assert not rig.keeper.stop(last=True)
         assert waited == [CLOSE_S]
         assert rig.keeper.stop(), "nothing is kept any more"
-
-    @pytest.mark.parametrize(("last", "writes"), [(True, 1), (False, 0)])
-    def test_the_last_step_is_made_only_if_it_is_wanted(self, rig: Rig, last: bool, writes: int) -> None:
-        rig.keeper._stops.put(last)
-        rig.keeper._keep(rig.own, rig.medium, rig.clock, rig.keeper._stops)
-        assert rig.medium.writes == writes

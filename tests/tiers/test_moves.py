@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.base.chunk import Outcome
 from nixl_tiers.base.times import PRODUCTION
-from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.base import EndedMoves, FinishedBatch, Move
 from nixl_tiers.tiers.move_queue import MoveQueue, Steps, Unit
-from nixl_tiers.tiers.moves import HELD_POLL_S, STORE_POLL_S, MovePipeline, finished, transferred
-from nixl_tiers.tiers.nixl_agent import Transfer, TransferState
+from nixl_tiers.tiers.moves import HELD_POLL_S, STORE_POLL_S, MovePipeline, finished
 
 HOLD_S = PRODUCTION.stores_held_s
 
@@ -114,18 +111,6 @@ def test_moves_are_reported_once_while_others_of_their_batch_go_on() -> None:
     assert medium.pipeline.take_ended() == []
 
 
-def test_no_more_units_run_than_the_limit_in_each_direction() -> None:
-    medium = Medium(limit=2)
-    medium.pipeline.store(moves(1, 2, 3))
-    medium.pipeline.load(moves(11, 12, 13))
-    assert medium.started == [[1], [2], [11], [12]]
-    medium.end(12)
-    assert medium.started[4:] == [[13]]
-    medium.end(11, 13, 1, 2)
-    assert medium.started[5:] == [[3]]
-    assert {move.row for move in medium.pipeline.unfinished()} == {3}
-
-
 def test_stores_start_when_no_load_waits_or_runs() -> None:
     medium = Medium(limit=1)
     medium.pipeline.store(moves(1, 2))
@@ -176,33 +161,6 @@ def test_no_store_starts_while_the_engine_copies_rows() -> None:
     medium.poll()
     assert medium.started[3:] == [[3]], "the copy has taken too long"
     assert medium.pipeline.poll_s == STORE_POLL_S
-
-
-def test_first_unit_that_is_not_admitted_holds_up_the_others() -> None:
-    medium = Medium()
-    medium.admits = lambda unit: 1 not in {move.row for move in unit.moves}
-    batch = medium.pipeline.store(moves(1, 2))
-    assert medium.started == []
-    medium.pipeline.load(moves(3))
-    assert medium.started == [[3]], "the other direction does not wait"
-    medium.admits = lambda _: True
-    medium.end(3)
-    assert medium.started == [[3], [1], [2]]
-    assert medium.end(1, 2) == [FinishedBatch(batch, [Outcome.OK] * 2)]
-
-
-def test_moves_that_end_at_admission_do_not_start() -> None:
-    medium = Medium(unit_rows=2)
-
-    def admit(unit: Unit) -> bool:
-        unit.end_each(lambda move: Outcome.MISSING if move.row in (1, 3, 4) else None)
-        return True
-
-    medium.admits = admit
-    batch = medium.pipeline.load(moves(1, 2, 3, 4))
-    assert medium.started == [[2]]
-    assert medium.end(2) == [FinishedBatch(batch, [Outcome.MISSING, Outcome.OK, Outcome.MISSING, Outcome.MISSING])]
-    assert medium.ended == [(1, Outcome.MISSING), (3, Outcome.MISSING), (4, Outcome.MISSING), (2, Outcome.OK)]
 
 
 def test_moves_left_unended_are_tried_again_alone_and_before_the_others() -> None:
@@ -268,75 +226,3 @@ def test_one_poll_ends_none_of_the_units_that_begin_in_it() -> None:
         pipeline.poll()
         ended.append(before - len(loads.waiting) - len(loads.running))
     assert (max(ended), sum(ended)) == (8, 2000)
-
-
-class Arrival:
-    """A row, sealed at 1000 s, that a medium has put into a buffer; the region's row holds something else."""
-
-    def __init__(self) -> None:
-        geometry = Geometry(cells=1, cell_payload=4096, sub_blocks=1)
-        self.sealer = Sealer(geometry, b"a namespace of 16"[:16], 0)
-        self.row = np.zeros(geometry.row_bytes, np.uint8)
-        self.sealer.seal(self.row, b"key", sealed_at=1000)
-        self.region_row = np.full(geometry.row_bytes, 7, np.uint8)
-        self.forgotten: list[Outcome] = []
-
-    def verify(self, *, max_age_s: int = 3600, now_s: int = 2000, last_try: bool = True) -> Outcome | None:
-        return Medium().pipeline.verify(
-            self.sealer,
-            b"key",
-            self.row,
-            self.region_row,
-            name=lambda: "row 1",
-            expire_if_due=lambda sealed_at: sealed_at <= now_s - max_age_s,
-            forget=self.forgotten.append,
-            last_try=last_try,
-        )
-
-
-def test_expired_row_is_a_miss_that_is_forgotten_and_does_not_reach_the_region() -> None:
-    arrival = Arrival()
-    assert arrival.verify() is Outcome.OK
-    assert np.array_equal(arrival.region_row, arrival.row)
-    assert arrival.forgotten == []
-    arrival = Arrival()
-    assert arrival.verify(max_age_s=1000) is Outcome.MISSING
-    assert arrival.forgotten == [Outcome.MISSING]
-    assert (arrival.region_row == 7).all()
-
-
-@pytest.mark.parametrize("max_age_s", [3600, 1000], ids=["young", "expired"])
-def test_corrupt_row_is_forgotten_at_the_last_try_and_named(max_age_s: int, caplog: pytest.LogCaptureFixture) -> None:
-    arrival = Arrival()
-    arrival.row[5] ^= 1
-    assert arrival.verify(max_age_s=max_age_s, last_try=False) is None
-    assert (arrival.forgotten, caplog.text) == ([], "")
-    assert arrival.verify(max_age_s=max_age_s) is Outcome.CORRUPT
-    assert arrival.forgotten == [Outcome.CORRUPT]
-    assert "row 1 is not the expected row (DIGEST)" in caplog.text
-
-
-@pytest.mark.parametrize(("word", "good"), [("DONE", True), ("ERR", False)])
-def test_transfer_is_released_when_it_has_ended(word: str, good: bool) -> None:
-    class Handle:
-        released = 0
-
-        def release(self) -> None:
-            self.released += 1
-
-    words = ["PROC", "PROC", word]
-
-    class Api:
-        def check_xfer_state(self, _: object) -> str:
-            return words.pop(0)
-
-    handle = Handle()
-    steps = transferred(Transfer(Api(), handle, TransferState.PENDING))
-    condition = next(steps)
-    assert [condition(), condition()] == [False, False]
-    assert handle.released == 0
-    assert condition()
-    with pytest.raises(StopIteration) as end:
-        next(steps)
-    assert end.value.value is good
-    assert handle.released == 1

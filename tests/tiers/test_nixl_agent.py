@@ -12,11 +12,19 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import nixl_agent
 from nixl_tiers.tiers.folder import fd_path
-from nixl_tiers.tiers.nixl_agent import Agent, AgentError, TransferState
-from tests.support.transfers import end
+from nixl_tiers.tiers.nixl_agent import Agent, AgentError, Transfer, TransferState
+from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 8192 - 1024)
 ROW = GEOMETRY.row_bytes
+
+
+def end(transfer: Transfer) -> TransferState:
+    """Its state, once it has ended and is released."""
+    until(lambda: transfer.state() is not TransferState.PENDING, "a transfer to end")
+    transfer.release()
+    transfer.release()  # harmless
+    return transfer.state()
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +40,20 @@ def region(agent: Agent) -> Iterator[HostRegion]:
         agent.deregister(registration)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+def test_failure_is_a_state_and_the_next_transfer_works(agent: Agent, region: HostRegion, tmp_path: Path) -> None:
     path = tmp_path / "a file, with: odd characters"
     path.write_bytes(bytes(64 * ROW))
-    return path
+    file = agent.register_file(str(path), 1 << 30, direct=True)
+    (device,) = file.devices
+    beyond = [(region.address, ROW, 64 * ROW, device)]
+    unaligned = [(region.address, ROW, 100, device)]
+    unknown_memory = [(region.address + region.nbytes, ROW, 0, device)]
+    unknown_file = [(region.address, ROW, 0, device + 1000)]
+    good = [(region.address, ROW, 0, device)]
+    for bad in (beyond, unaligned, unknown_memory, unknown_file):
+        assert end(agent.read(bad)) is TransferState.FAILED
+        assert end(agent.read(good)) is TransferState.DONE
+    agent.deregister(file)
 
 
 def test_files_opened_by_the_same_path_stay_apart(agent: Agent, region: HostRegion, tmp_path: Path) -> None:

@@ -12,7 +12,13 @@ import pytest
 from nixl_tiers.base.log_once import LogOnce
 from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
+from tests.support.hooked import build
 from tests.tiers.rowfile.rows import OURS, ROW, Here
+
+
+@pytest.fixture(scope="package")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("hooked"), "hooked_files")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.mover.harness import NAMESPACE, key_of, payload
 from tests.support.by_hand import HandPool
 from tests.support.fake_movers import Clock
 from tests.support.file_tier import file_config
-from tests.support.hooked_files import DONE
+from tests.support.hooked import DONE
 
 GEOMETRY = Geometry(1, 50_000)
 ROWS = 16

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from nixl_tiers.tiers.disk import FreeSpace
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 
 ROW = 4096
@@ -37,23 +33,6 @@ def reserve(budget: Budget) -> int:
     while budget.reserve():
         count += 1
     return count
-
-
-def test_window_is_a_64th_of_the_capacity_and_16_rows_at_least() -> None:
-    assert Budget(64 << 20, ROW).window_bytes == 1 << 20
-    assert Budget(1 << 20, ROW).window_bytes == 16 * ROW
-
-
-def test_below_min_free_only_what_this_process_evicts_makes_room(budget: Budget) -> None:
-    """With each counting what all evict, free space would drain."""
-    sweep(budget, 500)
-    budget.limit_growth(2 * ROW)
-    assert reserve(budget) == 2
-    sweep(budget, 400)
-    assert not budget.reserve()
-    assert budget.excess_bytes == WINDOW * ROW
-    budget.evicted("own", ROW)
-    assert reserve(budget) == 1
 
 
 def evict_window(budget: Budget) -> None:
@@ -97,30 +76,3 @@ def test_file_system_that_is_full_without_saying_so_gets_rows_in_place_of_old_on
     budget.ended(fits=True)
     budget.limit_growth(100 * ROW)
     assert reserve(budget) == WINDOW - 1
-
-
-def test_free_space_is_asked_for_once_a_second_and_counted_down_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = os.statvfs(tmp_path)
-    free_bytes = status.f_bavail * status.f_frsize
-    asked: list[object] = []
-
-    def statvfs(path: object) -> os.statvfs_result:
-        asked.append(path)
-        return status
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    now = [100.0]
-    free = FreeSpace(tmp_path, free_bytes - 1000, clock=lambda: now[0])
-    assert [bool(free.lacks(nbytes)) for nbytes in (400, 600, 1, 0)] == [False, False, True, False]
-    assert len(asked) == 1
-    assert free.lacks(1) == free.problem
-    assert f"{tmp_path} is full: min_free keeps" in free.problem
-    now[0] += 1
-    assert not free.lacks(1000)
-    assert not free.problem
-    assert len(asked) == 2
-    free.measure_again()
-    assert not free.lacks(1000)
-    assert len(asked) == 3

@@ -11,14 +11,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
-from nixl_tiers.base.chunk import PAGE, Geometry, object_name
+from nixl_tiers.base.chunk import PAGE, object_name
 from nixl_tiers.base.manifest import MANIFEST_NAME
-from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers.disk import INCOMING
-from nixl_tiers.tiers.folder import Folder, NotOwned
+from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.budget import Budget
 from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.directory import RowDirectory
@@ -80,14 +78,6 @@ def test_names_count_as_the_largest_of_some_files_and_directories_of_others_too(
     assert swept.other_bytes == (1 + 3 + 1) * PAGE, "with a manifest"
 
 
-def test_file_that_is_not_written_yet_counts_by_its_size(contents: Contents, tmp_path: Path) -> None:
-    file = make(tmp_path, BAD)
-    os.truncate(file, 0)
-    os.truncate(file, FILE)
-    assert file.stat().st_blocks == 0
-    assert contents.sweep().rows[OURS] == (1, ROW)
-
-
 @pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize(
     ("method", "bad"),
@@ -139,16 +129,6 @@ def test_directory_of_another_user_that_cannot_be_opened_hides_no_other(
         assert swept.rows == {OURS: (len(KEYS), ROW)}
 
 
-@pytest.mark.usefixtures("_rows")
-def test_rows_that_are_empty_do_not_make_the_others_small(contents: Contents, tmp_path: Path) -> None:
-    """As after a power failure."""
-    for path in PATHS[:16]:
-        make(tmp_path, path, b"")
-    swept = contents.sweep()
-    assert swept is not None
-    assert swept.rows[OURS] == (len(KEYS), ROW)
-
-
 @pytest.mark.parametrize("level", ["namespace", "directory"])
 def test_links_are_not_followed(contents: Contents, tmp_path: Path, level: str) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -180,20 +160,6 @@ def test_foreign_file_with_the_name_of_a_row_in_another_directory_is_no_row(cont
 
 
 # --- unfinished files -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["stat", "unlink"])
-def test_unfinished_file_that_cannot_be_deleted_counts(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    orphan = tmp_path / INCOMING / f"probe-{16 * '0'}.tmp"
-    orphan.write_bytes(bytes(4 * PAGE))
-    os.utime(orphan, (0, 0))
-    with monkeypatch.context() as patch:
-        fail_in(patch, method, orphan.name)
-        assert contents.sweep().other_bytes == (4 * PAGE if method == "unlink" else ROW)
-    assert contents.sweep().other_bytes == 0
-    assert not orphan.exists()
 
 
 def test_own_unfinished_file_that_could_not_be_deleted_counts_and_is_deleted_later(
@@ -292,31 +258,6 @@ def test_directories_without_rows_go_but_for_those_that_are_served(contents: Con
 # --- ages -------------------------------------------------------------------------------------------------------------
 
 
-def test_seals_are_read_where_there_are_any(
-    contents: Contents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    geometry = Geometry(1, 3000)
-    raw = bytearray(geometry.row_bytes)
-    row = np.frombuffer(raw, np.uint8)
-    Sealer(geometry, bytes(16), 0).seal(row, KEYS[0], sealed_at=12345)
-    same = [path for path in PATHS[: len(KEYS)] if path.fanout == BAD.fanout]
-    for path, content in zip(same, [bytes(raw), bytes(FILE), b"short", b""], strict=False):
-        make(tmp_path, path, content)
-    rows = [row_of(contents, path) for path in same[:4]]
-    assert contents.sealed_at([*rows, rows[0]._replace(name="00.row")]) == [12345, None, None, None, None]
-    with monkeypatch.context() as patch:
-        fail_in(patch, "folder", BAD.fanout)
-        assert contents.sealed_at(rows) == []
-
-
-def test_time_of_a_row_is_set_to_the_servers(contents: Contents, directory: RowDirectory, tmp_path: Path) -> None:
-    file = make(tmp_path, BAD, used_s=1 << 33)
-    contents.touch([row_of(contents, BAD)])
-    assert abs(file.stat().st_mtime - directory.server_time.now_s()) < 60
-    file.unlink()
-    contents.touch([Row(*BAD[:2], BAD.name, 0, ROW)])
-
-
 @pytest.mark.parametrize("ahead_s", [86_400.0, -86_400.0])
 def test_time_is_the_servers_whatever_this_machine_says(
     directory: RowDirectory, monkeypatch: pytest.MonkeyPatch, ahead_s: float
@@ -326,19 +267,3 @@ def test_time_is_the_servers_whatever_this_machine_says(
     directory.server_time._read = None
     directory.refresh_time()
     assert abs(directory.server_time.now_s() - real_s) < 600
-
-
-def test_file_system_with_forced_modes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an SMB share with file_mode=0777, whose other users could forge rows. Nothing is left there."""
-    opened = os.open
-
-    def for_all(name: Any, flags: int, *args: Any, **more: Any) -> int:
-        descriptor = opened(name, flags, *args, **more)
-        if flags & os.O_CREAT:
-            os.fchmod(descriptor, 0o777)
-        return descriptor
-
-    monkeypatch.setattr(os, "open", for_all)
-    with pytest.raises(NotOwned, match=rf"^path: at {tmp_path} others can write to whatever is made \(mode 0777"):
-        Folder.base(tmp_path)
-    assert not [*tmp_path.iterdir()]

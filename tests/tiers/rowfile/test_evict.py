@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-import pytest
-
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
-from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, SAMPLE_ROWS, Evictor, Row
+from nixl_tiers.tiers.rowfile.evict import FANOUTS, OLD_SHARE, Evictor, Row
 
 ROW = 4096
 MODELS = {"large": 6000, "small": 2000, "new": 24}  # rows, by namespace
@@ -99,70 +97,3 @@ def test_rows_of_about_the_oldest_eighth_go() -> None:
     for place, rows in ties.by_place.items():
         ties.by_place[place] = {row._replace(used_ns=5) for row in rows}
     evict(1 / 64, files=ties)
-
-
-def test_next_eviction_goes_on_where_the_last_one_ended() -> None:
-    """A pass is a pass, in however many evictions: its sample is taken once."""
-    random = Random(1)
-    files, budget = Directory(random), Budget(10**9, ROW)
-    evictor = Evictor(files, budget, random)
-    count = len(files.there)
-    sampled: list[int] = []
-    for _ in range(6):
-        budget.capacity_bytes = len(files.there) * ROW
-        budget.room_bytes = count // 64 * ROW
-        refuse_row(budget, files)
-        assert not any(evictor.steps())
-        sampled.append(evictor._before_ns)
-    assert len(set(sampled)) == 1
-    assert 0 < len(evictor._left) < 128
-
-
-def test_directory_without_rows_is_no_room() -> None:
-    random, files = Random(0), Directory(Random(0))
-    files.by_place.clear()
-    budget = Budget(ROW, ROW)
-    found = Swept(other_bytes=10 * ROW)
-    budget.begin_sweep()
-    budget.end_sweep(found)
-    budget.reserve()
-    budget.begin_sweep()
-    budget.end_sweep(found)
-    assert budget.excess_bytes
-    assert not any(Evictor(files, budget, random).steps())
-    assert not budget.excess_bytes
-
-
-class Contended(Directory):
-    """Nothing is deleted by these calls."""
-
-    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return []
-
-
-class QuickOthers(Contended):
-    """They delete what is old as soon as it is wanted."""
-
-    def unlink(self, rows: Sequence[Row]) -> Sequence[Row]:
-        super(Contended, self).unlink(rows)
-        return []
-
-
-class QuickerOthers(Contended):
-    """They do so as soon as it was sampled."""
-
-    def rows(self, namespace: str, fanout: str) -> Sequence[Row]:
-        found = super().rows(namespace, fanout)
-        for row in found if self.looked_at > SAMPLE_ROWS else ():
-            self.by_place[row[:2]].discard(row)
-        return [] if self.looked_at > SAMPLE_ROWS + len(found) else found
-
-
-@pytest.mark.parametrize(("kind", "full"), [(Contended, True), (QuickOthers, False), (QuickerOthers, False)])
-def test_rows_that_others_delete_meanwhile_are_a_reason_to_sweep(kind: type[Directory], full: bool) -> None:
-    """And none to refuse a row, unlike those that cannot be deleted."""
-    random = Random(0)
-    files, budget = kind(random), Budget(sum(MODELS.values()) * ROW, ROW)
-    refuse_row(budget, files)
-    assert not any(Evictor(files, budget, random).steps())
-    assert (budget.sweep_due, budget.full) == (not full, full)

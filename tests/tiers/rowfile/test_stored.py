@@ -71,9 +71,3 @@ def test_manifest_stays_while_its_engine_lives(tmp_path: Path, pid: int, keeps: 
     found.delete(lambda _: None)
     assert about.exists() == keeps
     assert not [*tmp_path.rglob("*.row")]
-
-
-def test_only_rows_not_used_since_are_purged(tmp_path: Path) -> None:
-    rows = [make(tmp_path, path, used_s=number) for number, path in enumerate(MINE)]
-    FileNamespace.found(tmp_path, OURS, 2.0).delete(lambda _: None)
-    assert [row for row in rows if row.exists()] == rows[2:]

@@ -9,7 +9,6 @@ import pytest
 
 from nixl_tiers.tiers.rowfile.budget import Budget, Swept
 from nixl_tiers.tiers.rowfile.contents import Contents
-from nixl_tiers.tiers.rowfile.evict import FANOUTS
 from nixl_tiers.tiers.rowfile.sweep import FULL_S, PAUSE_S, REFRESH_S, SWEEP_S, WAIT_S, Sweeper
 from tests.support.fake_movers import Clock
 from tests.tiers.rowfile.rows import PATHS, ROW, make
@@ -69,36 +68,6 @@ def test_row_for_which_no_room_can_be_made_does_not_wait(sweeps: Sweeps, monkeyp
     assert not sweeps.budget.reserve()
     sweeps.sweeper.step()
     assert sweeps.budget.reserve(2)
-
-
-def test_row_waits_for_those_that_are_being_written(sweeps: Sweeps) -> None:
-    """They can be evicted as soon as they have their names."""
-    sweeps.sweeper.step()
-    assert sweeps.budget.reserve(8)
-    for _ in range(3):
-        assert not sweeps.budget.reserve()
-        sweeps.clock.now += PAUSE_S
-        sweeps.sweeper.step()
-        assert not sweeps.sweeper.full
-    sweeps.fill()
-    for _ in range(8):
-        sweeps.budget.ended(fits=True)
-    sweeps.clock.now += PAUSE_S
-    sweeps.sweeper.step()
-    assert sweeps.budget.reserve()
-
-
-def test_directory_that_cannot_be_read_has_no_room(sweeps: Sweeps) -> None:
-    sweeps.fails = True
-    assert sweeps.sweeper.step() == FULL_S
-    assert sweeps.sweeper.full
-    assert not sweeps.budget.reserve()
-    sweeps.fails = False
-    sweeps.sweeper.step()
-    assert len(sweeps.swept) == 1, "it is not read again at once"
-    sweeps.clock.now += FULL_S
-    sweeps.sweeper.step()
-    assert sweeps.budget.reserve()
 
 
 def test_directory_is_swept_at_the_start_and_then_for_a_row_or_each_hour(sweeps: Sweeps) -> None:
@@ -176,17 +145,6 @@ def test_whatever_the_thread_reads_shows_that_it_does_not_hang(contents: Content
         assert contents.moved_s > 0.0
 
 
-def test_rows_expire_although_not_everything_can_be_counted(contents: Contents, tmp_path: Path) -> None:
-    aged = Sweeps(contents, tmp_path, AGE_S)
-    aged.fill(3)
-    aged.clock.now += 2 * AGE_S
-    aged.fails = True
-    for _ in range(len(FANOUTS) + 2):
-        aged.clock.now += FULL_S
-        assert 0.0 <= aged.sweeper.step() <= FULL_S
-    assert aged.there == 0
-
-
 def test_stores_go_on_beside_a_sweep(sweeps: Sweeps) -> None:
     sweeps.budget.capacity_bytes = 64 * ROW
     sweeps.sweeper.step()
@@ -202,39 +160,3 @@ def test_stores_go_on_beside_a_sweep(sweeps: Sweeps) -> None:
     sweeps.sweeper.step()
     assert len(sweeps.swept) == 2
     assert sweeps.budget.reserve()
-
-
-def test_old_rows_go_directory_by_directory_and_room_is_made_in_between(contents: Contents, tmp_path: Path) -> None:
-    sweeps = Sweeps(contents, tmp_path, AGE_S)
-    sweeps.fill()
-    sweeps.clock.now += AGE_S
-    assert sweeps.sweeper.step() == 0.0, "there is more to do"
-    assert not sweeps.budget.reserve()
-    sweeps.clock.now += PAUSE_S
-    sweeps.sweeper.step()
-    assert sweeps.budget.reserve(2)
-    steps = 2
-    while sweeps.sweeper.step() == 0.0:
-        steps += 1
-    assert steps > 256
-    assert sweeps.there == 0
-    for path in PATHS[:3]:
-        make(tmp_path, path, used_s=0)
-    sweeps.clock.now += AGE_S / 10 - 1
-    sweeps.sweeper.step()
-    assert sweeps.there == 3
-    sweeps.clock.now += 1
-    while sweeps.sweeper.step() == 0.0:
-        pass
-    assert sweeps.there == 0
-
-
-def test_closing_ends_an_eviction(sweeps: Sweeps) -> None:
-    sweeps.fill()
-    sweeps.sweeper.step()
-    assert not sweeps.budget.reserve()
-    sweeps.clock.now += PAUSE_S
-    sweeps.sweeper.close()
-    sweeps.sweeper.step()
-    assert sweeps.there > 0
-    assert sweeps.budget.excess_bytes

@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 
 from nixl_tiers.base.chunk import FAILING, FULL, Outcome
-from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers import disk
-from nixl_tiers.tiers.base import MAX_SLOTS, Move, TierDown, TierRefused
+from nixl_tiers.tiers.base import MAX_SLOTS, TierDown, TierRefused
+from nixl_tiers.tiers.existence import ExistenceChecker
 from nixl_tiers.tiers.rowfile import tier as tier_module
-from nixl_tiers.tiers.rowfile import transfers
-from nixl_tiers.tiers.rowfile.contents import Contents
 from nixl_tiers.tiers.rowfile.names import RowPath
 from nixl_tiers.tiers.rowfile.sweep import Sweeper
 from nixl_tiers.tiers.rowfile.tier import MARGIN_BYTES
 from nixl_tiers.tiers.rowfile.transfers import TOUCH_S
 from tests.mover.harness import NAMESPACE, key_of
 from tests.support.fake_movers import Clock
-from tests.support.hooked_files import build, installed
+from tests.support.hooked import files_calls
 from tests.tiers.rowfile.stepped import AGE_S, ROW_BYTES, ROWS, Calls, SteppedFiles, without_threads
 
 OK, FOUND, MISSING, CORRUPT, FAILED, NO_SPACE = (
@@ -46,11 +44,6 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-@pytest.fixture(scope="module")
-def hooked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("hooked"))
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock(1_800_000_000.0)
@@ -59,7 +52,7 @@ def clock() -> Clock:
 @pytest.fixture
 def calls(hooked: str, clock: Clock) -> Iterator[Calls]:
     calls = Calls(clock)
-    with installed(hooked, calls):
+    with files_calls(hooked, calls):
         yield calls
 
 
@@ -89,21 +82,6 @@ def stored(make: Make) -> SteppedFiles:
 # --- rows of a unit, each for itself ----------------------------------------------------------------------------------
 
 
-def test_small_rows_are_moved_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_UNIT_ROWS", 8)
-    one = make().open()
-    units, move = list[int](), one.tier._transfers.worker.move
-
-    def noted(moves: list[Move], *more: Any, **options: Any) -> Any:
-        units.append(len(moves))
-        return move(moves, *more, **options)
-
-    monkeypatch.setattr(one.tier._transfers.worker, "move", noted)
-    assert one.store(range(ROWS)) == [OK] * ROWS
-    assert one.load(range(ROWS)) == [OK] * ROWS
-    assert units == [8] * (ROWS // 8) * 2
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"), [(errno.ENOSPC, NO_SPACE), (errno.EDQUOT, NO_SPACE), (errno.EIO, FAILED)]
 )
@@ -126,15 +104,6 @@ def test_only_the_row_that_cannot_be_written_fails(make: Make, calls: Calls, err
     one.clock.now += 1
     assert one.store([ROWS]) == [OK]
     assert not one.tier.denials
-
-
-def test_unit_that_cannot_begin_has_failed(stored: SteppedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(stored.tier._transfers.worker._library, "submit", lambda *_: errno.ENOMEM)
-        assert stored.store(range(ROWS)) == [FAILED] * ROWS
-        assert stored.load(range(ROWS)) == [FAILED] * ROWS
-    assert stored.tier.served.budget._writing_bytes == 0
-    assert stored.load(range(ROWS)) == [OK] * ROWS
 
 
 def cut(row: Path) -> None:
@@ -182,13 +151,6 @@ def test_what_is_no_whole_row_of_this_user_is_never_a_hit(
     assert stored.load([0, 1]) == [MISSING, OK]
 
 
-def test_row_that_cannot_be_read_has_failed_and_stays(stored: SteppedFiles, calls: Calls) -> None:
-    calls.answer = lambda call, _: errno.EIO if call == "pread" else 0
-    assert stored.load(range(2)) == [FAILED] * 2
-    calls.answer = lambda *_: 0
-    assert stored.load(range(2)) == [OK] * 2
-
-
 def test_corrupt_row_that_was_replaced_meanwhile_stays(stored: SteppedFiles) -> None:
     row = stored.row(0)
     status, path = row.stat(), RowPath.of(NAMESPACE.hex(), key_of(0))
@@ -202,21 +164,6 @@ def test_corrupt_row_that_was_replaced_meanwhile_stays(stored: SteppedFiles) -> 
     assert row.exists()
     stored.tier.directory.delete_unless_replaced(path, row.stat().st_ino, status.st_mtime_ns)
     assert not row.exists()
-
-
-def test_error_of_a_thread_ends_the_mover(stored: SteppedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(stored.row(0))
-    with monkeypatch.context() as patch:
-        patch.setattr(stored.tier.directory, "delete_unless_replaced", lambda *_: 1 // 0)
-        stored.tier.load([Move(0, 0, key_of(0))])
-        with pytest.raises(ZeroDivisionError):
-            stored.end(-1)
-    monkeypatch.setattr(Contents, "sweep", lambda _: 1 // 0)
-    stored.tier.served.budget._wanted = True
-    stored.clock.now += 1
-    stored.tier.served.sweeper._run()
-    with pytest.raises(ZeroDivisionError):
-        stored.tier.poll()
 
 
 # --- room -------------------------------------------------------------------------------------------------------------
@@ -477,32 +424,6 @@ def test_reader_changes_nothing_and_needs_no_right_to(
     assert attempts == []
 
 
-def test_reader_waits_for_what_is_not_there_and_makes_nothing(make: Make) -> None:
-    reader, writer = make(write="off"), make()
-    with pytest.raises(TierDown, match=f"{reader.path} does not exist yet"):
-        reader.open()
-    assert not reader.path.exists()
-    writer.open().store(range(2))
-    assert reader.open().there(range(4)) == [0, 1]
-
-
-def test_manifest_is_wanted_once_there_are_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = make().open()
-    assert not one.tier.served.is_wanted()
-    one.store(range(1))
-    assert one.tier.served.is_wanted()
-    assert one.tier.served.write(b"{}")
-    assert one.tier.served.read() == b"{}"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        with pytest.raises(OSError, match="Read-only"):
-            one.tier.served.write(b"{ half of it")
-    assert one.tier.served.read() == b"{}", "it is replaced whole or not at all"
-    about = one.path / NAMESPACE.hex() / MANIFEST_NAME
-    assert about.stat().st_mode & 0o777 == 0o600
-    assert not [*(one.path / ".incoming").iterdir()]
-
-
 # --- what is taken away under it --------------------------------------------------------------------------------------
 
 
@@ -544,11 +465,13 @@ def test_what_is_deleted_below_the_path_is_made_again_and_the_path_is_not(stored
 
 
 def test_sweep_that_hangs_is_the_tiers_problem(stored: SteppedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while all threads that ask for rows hang, its mover is to be killed."""
     stuck_s = stored.tier.times.file_stuck_s
-    monkeypatch.setattr(Sweeper, "quiet_s", stuck_s)
-    assert not stored.tier.denials
-    monkeypatch.setattr(Sweeper, "quiet_s", stuck_s + 1)
-    assert "does not answer" in stored.tier.denials.get(FAILING, "")
+    for hangs_s in (stuck_s, stuck_s + 1):
+        monkeypatch.setattr(Sweeper, "quiet_s", hangs_s)
+        monkeypatch.setattr(ExistenceChecker, "stuck_s", hangs_s)
+        assert ("does not answer" in stored.tier.denials.get(FAILING, "")) == (hangs_s > stuck_s)
+        assert stored.tier.stuck == (hangs_s > stuck_s)
 
 
 def test_mount_that_has_gone_is_missed_by_the_next_mover(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.rowfile.names import RowPath, TempNames
 from nixl_tiers.tiers.rowfile.worker import Moved, Place, Trouble, Worker
 from tests.mover.harness import NAMESPACE, key_of
-from tests.support.hooked_files import build, installed
+from tests.support.hooked import files_calls
 
 GEOMETRY = Geometry(2, 66_000, 4)
 ROWS = 8
@@ -34,11 +33,6 @@ NOW = 1_700_000_000
 KEY = key_of(0)
 PATH = RowPath.of(NAMESPACE.hex(), KEY)
 LOSSES = 50
-
-
-@pytest.fixture(scope="module")
-def hooked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("hooked"))
 
 
 class Rig:
@@ -113,7 +107,7 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, hooked: str) -> Iterator[Rig]:
     made: list[Rig] = []
-    with installed(hooked, lambda *call: made[0].hook(*call) if made else 0):
+    with files_calls(hooked, lambda *call: made[0].hook(*call) if made else 0):
         made.append(Rig(tmp_path / "kv"))
         yield made[0]
         made[0].answer = lambda *_: 0
@@ -166,26 +160,6 @@ def test_rows_are_stored_and_loaded_as_python_seals_them(rig: Rig) -> None:
     assert not rig.unfinished
 
 
-@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
-def test_rows_are_found_where_openat2_is_missing_or_forbidden(rig: Rig, error: int) -> None:
-    rig.store()
-    rig.answer = lambda call, *_: error if call == "openat2" else 0
-    assert rig.load().verdict is Verdict.OK
-    assert rig.store(keep=True).verdict is Trouble.FOUND
-    assert [name for call, _, name, _ in rig.calls if call == "openat"][-1] == PATH.name
-    rig.row.unlink()
-    assert rig.load().verdict is Trouble.ABSENT
-
-
-def test_sealed_rows_are_stored_as_they_are(rig: Rig) -> None:
-    row = rig.region.rows_view[3]
-    row[:] = noise(1)
-    rig.sealer.seal(row, b"k", sealed_at=5)
-    (moved,) = rig.begin([Move(3, 2, KEY)], write=True)()
-    assert moved.verdict is Verdict.OK
-    assert rig.row.read_bytes() == row.tobytes()
-
-
 def test_name_of_a_row_is_only_read_and_gets_a_file_that_is_whole_and_closed(rig: Rig) -> None:
     for _ in range(2):  # the second one replaces the first
         assert rig.store().verdict is Verdict.OK
@@ -227,24 +201,6 @@ def test_rows_outside_the_region_are_refused(rig: Rig) -> None:
         rig.begin([Move(ROWS, 0, KEY)], write=False)
 
 
-def test_threads_that_hang_hold_up_neither_the_loop_nor_other_rows(rig: Rig) -> None:
-    for number in range(2):
-        rig.store(number)
-    answers = threading.Event()
-
-    def hanging(call: str, name: str, _: int) -> int:
-        if (call, name) == ("openat", PATH.name):
-            assert answers.wait(60)
-        return 0
-
-    rig.answer = hanging
-    end = rig.begin([Move(0, 0, KEY)], write=False)
-    for _ in range(3):
-        assert rig.load(1).verdict is Verdict.OK
-    answers.set()
-    assert [moved.verdict for moved in end()] == [Verdict.OK]
-
-
 # --- stores that fail -------------------------------------------------------------------------------------------------
 
 
@@ -270,19 +226,6 @@ def test_store_that_fails_leaves_the_row_as_it_was(rig: Rig, call: str, error: i
     assert not rig.unfinished
 
 
-@pytest.mark.parametrize("level", [".incoming", PATH.namespace, PATH.fanout])
-def test_directory_that_cannot_be_made_fails_the_store(rig: Rig, level: str) -> None:
-    rig.answer = first(errno.EDQUOT, "mkdirat", level)
-    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.EDQUOT)
-    assert not rig.unfinished
-
-
-def test_write_that_is_interrupted_is_made_again(rig: Rig) -> None:
-    rig.answer = first(errno.EINTR, "pwrite")
-    assert rig.store().verdict is Verdict.OK
-    assert rig.load().verdict is Verdict.OK
-
-
 def test_name_of_an_unfinished_file_that_exists_is_left_to_it(rig: Rig) -> None:
     (rig.path / ".incoming").mkdir(mode=0o700)
     other = rig.path / ".incoming" / f"{rig.names.prefix}0.tmp"
@@ -291,28 +234,6 @@ def test_name_of_an_unfinished_file_that_exists_is_left_to_it(rig: Rig) -> None:
     assert other.read_text() == "another's"
     (name,) = [name for call, _, name, _ in rig.calls if call == "openat" and name.endswith(".tmp")][1:]
     assert rig.names.is_in_use(name)
-
-
-def test_rename_that_was_asked_for_twice_is_a_stored_row(rig: Rig) -> None:
-    """As NFS does when the first answer was lost."""
-    rig.answer = first(-errno.ENOENT, "renameat")
-    assert rig.store().verdict is Verdict.OK
-    assert rig.load().verdict is Verdict.OK
-
-
-def test_unfinished_file_that_was_deleted_fails_the_store(rig: Rig) -> None:
-    rig.store()
-    before = rig.row.read_bytes()
-
-    def delete(call: str, *_: object) -> int:
-        if call == "renameat":
-            for name in rig.unfinished:
-                (rig.path / ".incoming" / name).unlink()
-        return 0
-
-    rig.answer = delete
-    assert rig.store()[:2] == (Trouble.NOT_MOVED, errno.ENOENT)
-    assert rig.row.read_bytes() == before
 
 
 @pytest.mark.parametrize(("when", "level"), [("renameat", ""), ("openat", PATH.namespace), ("openat", PATH.fanout)])
@@ -420,13 +341,6 @@ def test_row_that_cannot_be_read_has_failed_and_is_not_missing(rig: Rig, call: s
     assert rig.load()[:2] == (Trouble.NOT_MOVED, error)
 
 
-@pytest.mark.parametrize("size", [0, 4096, GEOMETRY.row_bytes - 4096, GEOMETRY.row_bytes + 4096])
-def test_file_of_another_size_is_no_row(rig: Rig, size: int) -> None:
-    rig.store()
-    os.truncate(rig.row, size)
-    assert rig.load()[:2] == (Trouble.CUT, 0)
-
-
 @pytest.mark.parametrize("size", [0, 4096, GEOMETRY.row_bytes - 4096])
 def test_file_that_is_cut_while_it_is_read_is_no_row(rig: Rig, size: int) -> None:
     rig.store()
@@ -459,24 +373,3 @@ def test_file_that_takes_no_direct_read_is_read_without(rig: Rig, call: str, err
     assert direct == [True, False]
     rig.answer = lambda called, name, _: error if (called, name) == (call, PATH.name) else 0
     assert rig.load(direct=True)[:2] == (Trouble.NOT_MOVED, error), "it is tried once without"
-
-
-def test_good_row_is_touched_unless_it_was_used_lately_or_expire_if_due_or_its_seal_is_ahead(rig: Rig) -> None:
-    rig.store()
-    used_s = NOW + 1000
-    later = {"now_s": NOW + 5000, "touch_before_s": used_s + 1}
-    for place, touches in (
-        (later, True),
-        (later | {"touch_before_s": used_s}, False),
-        (later | {"expired_s": NOW}, False),
-        (later | {"expired_s": NOW - 1}, True),
-        (later | {"now_s": NOW - 1}, False),
-    ):
-        os.utime(rig.row, (used_s, used_s))
-        moved = rig.load(**place)
-        assert moved.verdict is Verdict.OK
-        assert moved.mtime_ns == used_s * 10**9
-        assert (rig.row.stat().st_mtime > used_s) == touches
-    os.utime(rig.row, (used_s, used_s))
-    rig.answer = first(errno.EPERM, "futimens")
-    assert rig.load(**later).verdict is Verdict.OK

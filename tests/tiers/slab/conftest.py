@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests.support.fake_movers import Clock
+from tests.support.hooked import build
 from tests.tiers.slab.stepped import SteppedSlabs, Threads
+
+
+@pytest.fixture(scope="package")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("hooked"), "hooked_worker")
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@ moves the rows."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import select
 import shutil
@@ -19,6 +21,7 @@ from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import Entry, Move
+from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, Transfer, TransferState
 from nixl_tiers.tiers.slab import expiry, growth, journal, slabs
 from nixl_tiers.tiers.slab import tier as tier_module
 from nixl_tiers.tiers.slab.tier import SlabTier
@@ -52,6 +55,58 @@ class Threads:
     def _pool(self, _: int, *, thread_name_prefix: str = "") -> HandPool:
         self.pools[thread_name_prefix] = HandPool(at_once=True)
         return self.pools[thread_name_prefix]
+
+
+class FakeAgent(Registrar):
+    """Moves at once, and like NIXL only between memory and files that are registered. `on_write`: what happens before
+    a write; `fails`: each transfer does."""
+
+    backend = "GDS_MT"
+
+    def __init__(self, on_write: Callable[[], object] = lambda: None) -> None:
+        self.on_write = on_write
+        self.memory: list[tuple[int, int]] = []
+        self.most_bytes = 0
+        self.takes_memory = True
+        self.fails = False
+        self._files: dict[int, int] = {}
+        self._devices = itertools.count(1)
+
+    def register_dram(self, address: int, nbytes: int) -> Registration:
+        if not self.takes_memory:
+            raise AgentError("NIXL backend GDS_MT cannot register DRAM (NIXL_ERR_BACKEND)")
+        self.memory.append((address, nbytes))
+        self.most_bytes = max(self.most_bytes, sum(nbytes for _, nbytes in self.memory))
+        return Registration((address, nbytes), (0,))
+
+    def register_region(self, region: HostRegion) -> Registration:
+        return self.register_dram(region.address, region.nbytes)
+
+    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
+        device = next(self._devices)
+        self._files[device] = os.open(path, os.O_RDWR)
+        return Registration(device, (device,))
+
+    def deregister(self, registration: Registration) -> None:
+        if isinstance(registration.descriptors, tuple):
+            self.memory.remove(registration.descriptors)
+        else:
+            os.close(self._files.pop(registration.descriptors))
+
+    def write(self, spans: Sequence[Span]) -> Transfer:
+        self.on_write()
+        return self._moved(spans, os.pwrite)
+
+    def read(self, spans: Sequence[Span]) -> Transfer:
+        return self._moved(spans, lambda file, view, offset: os.preadv(file, [view], offset))
+
+    def _moved(self, spans: Sequence[Span], move: Callable[[int, memoryview, int], int]) -> Transfer:
+        for address, nbytes, offset, device in spans:
+            if self.fails or not any(at <= address and address + nbytes <= at + size for at, size in self.memory):
+                return Transfer(None, None, TransferState.FAILED)
+            view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            assert move(self._files[device], view, offset) == nbytes
+        return Transfer(None, None, TransferState.DONE)
 
 
 class SteppedSlabs:

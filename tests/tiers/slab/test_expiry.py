@@ -178,18 +178,6 @@ def test_store_into_a_slot_that_is_being_erased_waits(one: SteppedSlabs, sweep: 
     assert one.load(range(50, 54), range(4)) == [OK] * 4
 
 
-def test_rows_stored_during_a_sweep_stay(
-    one: SteppedSlabs, sweep: Any, threads: Threads, opened: Callable[[], SteppedSlabs]
-) -> None:
-    one.tier.delete([(number, key_of(number)) for number in range(4, 6)])
-    assert one.store([54, 55], [4, 5]) == [OK] * 2
-    threads.pools["eraser"].run()
-    assert [number_of(entry) for entries in sweep for entry in entries] == [0, 1, 2, 3, 6, 7]
-    assert not on_disk(one.path, 7)
-    assert one.load([54, 55], [4, 5]) == [OK] * 2
-    assert again(one, opened).load([54, 55], [4, 5]) == [OK] * 2
-
-
 def test_zeroes_are_written_on_after_a_short_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slabs, "_ZERO_RANGE", 0x40)
     real = os.pwrite

@@ -1,7 +1,7 @@
 """The journals of two parts against a plain model: kills at every write, clean closes, power failures, errors of the
 disk and a full one at any moment, an engine of before this version in between; then they are opened again.
 
-Records are written by the C of the package, whose writes are seen (tests/support/hooked_worker.py), both as the native
+Records are written by the C of the package, whose writes are seen (tests/support/hooked.py), both as the native
 worker's threads do it and as NIXL's way does. A power failure keeps, loses or tears any write since the last flush,
 sector by sector. When the disk fails to take what the page cache holds, whole pages are again as they were flushed
 last, and only the next flush is an error.
@@ -23,16 +23,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from numpy.typing import NDArray
 
@@ -42,7 +40,7 @@ from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab.journal import EMPTY, NAME, RECORD_BYTES, ROW, SLOT, Header, Journal, JournalFile
 from tests.support.by_hand import HandPool
-from tests.support.hooked_worker import CUT, FLUSH, build, installed
+from tests.support.hooked import CUT, FLUSH, slab_writes
 from tests.support.journals import Record, encode, overwrite_record, records_of
 
 SLOTS = 6
@@ -286,7 +284,7 @@ class JournalModel(RuleBasedStateMachine):
         self.pause = -1  # hooked writes before the kill
         self.leaves: list[tuple[Any, ...]] = []
         self.stack = ExitStack()
-        self.c = self.stack.enter_context(installed(self.library, self.hook))
+        self.c = self.stack.enter_context(slab_writes(self.library, self.hook))
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         RecordedFile.interrupt.clear()
         RecordedFile.disks.clear()
@@ -409,17 +407,6 @@ class JournalModel(RuleBasedStateMachine):
         one.write()
         RecordedFile.interrupt.clear()
 
-    @rule(part=parts, slot=slots, key=keys, way=ways)
-    def delete_and_store_again_while_the_delete_is_written(self, part: int, slot: int, key: bytes, way: str) -> None:
-        one = self.parts[part]
-        one.begin({slot: key})
-        self.move(part, way)
-        if (held := one.held.get(slot)) is not None:
-            one.remove(slot)
-            RecordedFile.interrupt[:] = [lambda: (one.begin({slot: held}), one.move(way, self.c, self.tick))]
-            one.write()
-            RecordedFile.interrupt.clear()
-
     # --- what happens to it -------------------------------------------------------------------------------------------
 
     @rule(
@@ -456,36 +443,6 @@ class JournalModel(RuleBasedStateMachine):
         one.path.write_bytes(one.disk.lose_pages(one.content(), _chooser(data)))
         one.lost |= one.disk.lost
         one.judge()
-
-    @rule(part=parts, chosen=stores, how=st.sampled_from(["closed", "killed"]), way=ways, data=st.data())
-    def store_over_erased_slots_and_lose_it(
-        self, part: int, chosen: dict[int, bytes], how: str, way: str, data: st.DataObject
-    ) -> None:
-        self.erase(part, set(chosen))
-        self.write(part)
-        if how == "closed":
-            self.open_again(part, how, data)
-            self.touch(part, set(chosen))
-        self.store(part, chosen, way, True)
-        self.lose_what_was_written(part, data)
-        self.open_again(part, how, data)
-
-    @rule(
-        part=parts,
-        chosen=stores,
-        what=st.sampled_from(["records", "all"]),
-        how=st.sampled_from(["closed", "killed"]),
-        way=ways,
-        data=st.data(),
-    )
-    def store_over_erased_slots_and_fail(
-        self, part: int, chosen: dict[int, bytes], what: str, *, how: str, way: str, data: st.DataObject
-    ) -> None:
-        self.erase(part, set(chosen))
-        self.write(part)
-        self.deny_writes(part, what)
-        self.store(part, chosen, way, False)
-        self.open_again(part, how, data)
 
     @rule(part=parts, how=st.sampled_from(["closed", "killed", "power", "damaged"]), data=st.data())
     def open_again(self, part: int, how: str, data: st.DataObject) -> None:
@@ -570,55 +527,9 @@ def _chooser(data: st.DataObject) -> Choose:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _library(tmp_path_factory: pytest.TempPathFactory) -> None:
-    JournalModel.library = build(tmp_path_factory.mktemp("records"))
+def _library(library: str) -> None:
+    JournalModel.library = library
 
 
 TestJournal = JournalModel.TestCase
 TestJournal.settings = settings(max_examples=50, stateful_step_count=40)
-
-
-# --- bugs of csrc/records.h, each of which violates an invariant
-
-SEEDS = 100
-FEW = settings(
-    max_examples=25,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
-BUGS = {
-    "a store that begins is not spared": {
-        "        if (what == NOTHING)\n            continue;": "        what = what ? what : change->tag ? ROW : EMPTY;"
-    },
-    "neighbours that are none": {"slots[i + run] == slots[i] + run": "slots[i + run] > slots[i]"},
-    "the header does not say that records are missing": {
-        "return write_header(records, records->headers.distrusted) ? -error : (records->error = error);":
-            "return records->error = error;"
-    },
-    "the first header is not flushed": {"error || records->marked ? error : flush(records)": "error"},
-}  # fmt: skip
-
-
-def search(machine: type[JournalModel]) -> None:
-    for number in range(SEEDS):
-        run_state_machine_as_test(seed(number)(machine), settings=FEW)
-
-
-@pytest.fixture(scope="module", params=BUGS)
-def wrong(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("wrong"), BUGS[request.param])
-
-
-@pytest.mark.timeout(900)
-def test_planted_bug_violates_an_invariant(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mutant(JournalModel):
-        library = wrong
-
-    # Constants of all modules that this process has imported: a seed would be other examples in each run.
-    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
-    with pytest.raises(AssertionError):
-        search(Mutant)

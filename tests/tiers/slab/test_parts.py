@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import tempfile
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.folder import Folder
 from nixl_tiers.tiers.slab import shards
-from nixl_tiers.tiers.slab.parts import ShardDir
+from nixl_tiers.tiers.slab.parts import ShardDir, holder_now
 from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE
 from tests.support.disks import disk_bytes
@@ -141,20 +142,6 @@ TestPartsOfAPath = PartsOfAPath.TestCase
 TestPartsOfAPath.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-def test_part_whose_lock_file_cannot_be_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Folder, name: str) -> bytes:
-        raise OSError(errno.EIO, "broken")
-
-    one, other = Shards(tmp_path, 16 * MIB), Shards(tmp_path, 16 * MIB)
-    with one.locked(), monkeypatch.context() as patch:
-        patch.setattr(Folder, "read", fail)
-        with pytest.raises(OSError, match="broken"):
-            one.acquire_shard(NAMESPACE)
-    with other.locked():
-        other.acquire_shard(NAMESPACE).release()
-    other.release()
-
-
 def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,3 +176,25 @@ def test_part_is_left_to_a_holder_on_a_machine_that_locks_do_not_reach(
         lock.write_bytes(about)
         with one.locked(), pytest.raises(TierDown, match="on elsewhere"):
             one.acquire_shard(NAMESPACE)
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_without_locks_a_living_process_that_the_lock_file_names_holds_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, living: bool
+) -> None:
+    """So `purge` deletes nothing under an engine on a file system that has no locks."""
+    pid = os.getppid() if living else 1 << 23  # no process of Linux has this pid
+    (tmp_path / ".ledger").touch()
+    (tmp_path / "part-0").mkdir()
+    (tmp_path / "part-0" / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "engine": 1}))
+    real = fcntl.flock
+
+    def no_locks(file: int, how: int) -> None:
+        if Path(f"/proc/self/fd/{file}").readlink().name == ".lock":  # of a part
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with Folder.to_inspect(tmp_path) as base, base.folder("part-0") as part:
+        holder = holder_now(base, part)
+    assert holder.startswith(f"process {pid} ") if living else not holder

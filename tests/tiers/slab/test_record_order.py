@@ -3,67 +3,27 @@ holds, and no row is lost that was reported."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nixl_tiers.base.chunk import Outcome
-from nixl_tiers.tiers.nixl_agent import AgentError, Registrar, Registration, Span, TransferState
+from nixl_tiers.tiers.nixl_agent import AgentError, Span, Transfer, TransferState
 from nixl_tiers.tiers.slab import transfers as transfers_module
-from nixl_tiers.tiers.slab.journal import NAME, WRITE_S
+from nixl_tiers.tiers.slab.journal import WRITE_S
 from nixl_tiers.tiers.slab.slabs import Slabs
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.fake_movers import Clock
-from tests.support.hooked_worker import FLUSH, WRITE, build, installed
-from tests.support.journals import records, rows
-from tests.tiers.slab.stepped import GEOMETRY, SteppedSlabs, Threads, number_of
+from tests.support.hooked import FLUSH, WRITE, slab_writes
+from tests.tiers.slab.stepped import GEOMETRY, FakeAgent, SteppedSlabs, Threads, number_of
 
 CAPACITY = 2 << 20
 SLOTS = 8
 AGE_S = 3600
-
-
-class PlainAgent(Registrar):
-    """In place of NIXL: a transfer is over when it has begun."""
-
-    backend = "POSIX"
-
-    def __init__(self, on_write: Callable[[], None]) -> None:
-        self.on_write = on_write
-        self.memory: memoryview | None = None
-
-    def register_dram(self, address: int, nbytes: int) -> Registration:
-        return Registration(None, (0,))
-
-    def register_file(self, path: str, nbytes: int, *, direct: bool) -> Registration:
-        descriptor = os.open(path, os.O_RDWR)
-        return Registration(descriptor, (descriptor,))
-
-    def deregister(self, registration: Registration) -> None:
-        if registration.descriptors is not None:
-            os.close(registration.descriptors)
-
-    def write(self, spans: Sequence[Span]) -> Any:
-        self.on_write()
-        for address, nbytes, offset, descriptor in spans:
-            os.pwrite(descriptor, ctypes.string_at(address, nbytes), offset)
-        return self._ended()
-
-    def read(self, spans: Sequence[Span]) -> Any:
-        for address, nbytes, offset, descriptor in spans:
-            ctypes.memmove(address, os.pread(descriptor, nbytes, offset), nbytes)
-        return self._ended()
-
-    @staticmethod
-    def _ended() -> Any:
-        return SimpleNamespace(state=lambda: TransferState.DONE, release=lambda: None)
 
 
 class Killed:
@@ -154,11 +114,6 @@ def _bytes_in(path: Path, slot: int) -> bool:
         return any(file.read(GEOMETRY.row_bytes))
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("right"))
-
-
 @pytest.fixture
 def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Killed]:
     clock = Clock()
@@ -180,60 +135,40 @@ def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Killed]:
 @pytest.fixture
 def by_nixl(killed: Killed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers_module, "open_worker", lambda *_: None)
-    made = (PlainAgent(killed.leave), Registration(None, (0,)))
-    monkeypatch.setattr(transfers_module, "open_agent", lambda *_: made)
+    agent = FakeAgent(killed.leave)
+    monkeypatch.setattr(transfers_module, "open_agent", lambda _, region: (agent, agent.register_region(region)))
 
 
 @pytest.mark.parametrize("way", [None, "by_nixl"], ids=["the worker", "NIXL"])
-def test_kills_at_every_write(way: str | None, killed: Killed, right: str, request: pytest.FixtureRequest) -> None:
+def test_kills_at_every_write(way: str | None, killed: Killed, library: str, request: pytest.FixtureRequest) -> None:
     if way is not None:
         request.getfixturevalue(way)
-    with installed(right, killed.hook):
+    with slab_writes(library, killed.hook):
         killed.start()
         killed.run()
         killed.check()
         killed.one.close()
 
 
-def test_an_erasure_that_cannot_be_recorded_is_recorded_a_second_later(killed: Killed, right: str) -> None:
-    """Else the file says that the row is there, over zeroes."""
-    with installed(right, killed.hook):
-        killed.start()
-        killed.looks = False
-        killed.store({slot: slot for slot in range(SLOTS)})
-        file = shard_dir(killed.one.path, NAMESPACE) / NAME
-        killed.fails = {"record"}
-        killed.expire()
-        assert len(rows(file)) == SLOTS
-        killed.fails = set()
-        killed.one.clock.now += WRITE_S
-        killed.one.step()
-        assert rows(file) == {}
-        assert {record.sealed_at for record in records(file).values()} == {0}
-        assert killed.store({1: 11}) == [Outcome.OK]
-        assert rows(file) == {1: key_of(11)}
-        killed.one.close()
-
-
 @pytest.mark.usefixtures("by_nixl")
 def test_what_a_failed_transfer_has_written_is_erased_one_day(
-    killed: Killed, right: str, monkeypatch: pytest.MonkeyPatch
+    killed: Killed, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are to be tried again one by one, which does not happen."""
     tries: list[Sequence[Span]] = []
+    honest = FakeAgent.write
 
-    def write(_: PlainAgent, spans: Sequence[Span]) -> Any:
+    def write(agent: FakeAgent, spans: Sequence[Span]) -> Transfer:
         tries.append(spans)
         if len(tries) > 1:
             raise AgentError("no more")
-        address, nbytes, offset, descriptor = spans[0]
-        os.pwrite(descriptor, ctypes.string_at(address, nbytes), offset)
-        return SimpleNamespace(state=lambda: TransferState.FAILED, release=lambda: None)
+        honest(agent, spans[:1])
+        return Transfer(None, None, TransferState.FAILED)
 
-    with installed(right, killed.hook):
+    with slab_writes(library, killed.hook):
         killed.start()
         killed.looks = False
-        monkeypatch.setattr(PlainAgent, "write", write)
+        monkeypatch.setattr(FakeAgent, "write", write)
         assert killed.store({0: 0, 1: 1}) == [Outcome.FAILED] * 2
         killed.one.close()
         after = SteppedSlabs(killed.folder / "kv", killed.clock, capacity=CAPACITY)
@@ -243,26 +178,10 @@ def test_what_a_failed_transfer_has_written_is_erased_one_day(
         after.close()
 
 
-def test_rows_without_records_are_stored_and_read_by_their_seals_later(killed: Killed, right: str) -> None:
-    with installed(right, killed.hook):
-        killed.start()
-        killed.looks = False
-        killed.store({slot: slot for slot in range(SLOTS)})
-        killed.fails = {"record"}
-        assert killed.store({1: 11, 2: 12}) == [Outcome.OK] * 2
-        killed.fails = set()
-        killed.one.clock.now += WRITE_S
-        killed.one.step()
-        after = SteppedSlabs(killed.one.copy(killed.folder / "copy"), killed.clock, capacity=CAPACITY)
-        assert {entry.slot: number_of(entry) for entry in after.open()} == killed.held
-        after.close()
-        killed.one.close()
-
-
-def test_no_store_or_load_waits_for_a_flush(killed: Killed, right: str) -> None:
+def test_no_store_or_load_waits_for_a_flush(killed: Killed, library: str) -> None:
     """Threads that move rows share the lock of the records."""
     calls: list[int] = []
-    with installed(right, lambda what, *_: calls.append(what) or 0):
+    with slab_writes(library, lambda what, *_: calls.append(what) or 0):
         killed.start()
         calls.clear()
         killed.store({0: 0, 1: 1})
@@ -273,11 +192,11 @@ def test_no_store_or_load_waits_for_a_flush(killed: Killed, right: str) -> None:
 
 @pytest.mark.parametrize("way", [None, "by_nixl"], ids=["the worker", "NIXL"])
 def test_no_row_is_written_while_not_even_the_header_can_be(
-    way: str | None, killed: Killed, right: str, request: pytest.FixtureRequest
+    way: str | None, killed: Killed, library: str, request: pytest.FixtureRequest
 ) -> None:
     if way is not None:
         request.getfixturevalue(way)
-    with installed(right, killed.hook):
+    with slab_writes(library, killed.hook):
         killed.start()
         killed.looks = False
         killed.store({0: 0, 1: 1})

@@ -50,17 +50,6 @@ def slab_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("slab-*"))
 
 
-def test_part_with_most_own_rows_is_taken_then_an_empty_one_then_the_oldest(tmp_path: Path) -> None:
-    leave_shard(tmp_path, 1, MIB, age_s=100)
-    leave_shard(tmp_path, 1, MIB, age_s=200, part=1)
-    leave_shard(tmp_path, 2, MIB, age_s=300, part=3)
-    leave_shard(tmp_path, 2, 2 * MIB, age_s=10, part=4)
-    quotas = [Shards(tmp_path, 64 * MIB, 5) for _ in range(5)]
-    assert [serve(quota, 2).parent.name for quota in quotas] == [f"part-{number}" for number in (4, 3, 2, 1, 0)]
-    for quota in quotas:
-        quota.release()
-
-
 def test_least_recently_used_shards_are_deleted_and_no_more_than_needed(tmp_path: Path) -> None:
     quota = Shards(tmp_path, 16 * MIB)
     shards = [leave_shard(tmp_path, number, 2 * MIB, age_s) for number, age_s in ((1, 100), (2, 300), (3, 200))]
@@ -154,33 +143,6 @@ class TestTheBudgetOfAll:
         assert not quota.surplus
         quota.release()
 
-    def test_a_smaller_part_keeps_its_lowest_slabs(self, tmp_path: Path) -> None:
-        shard = leave_shard(tmp_path, 2, 3 * MIB, part=1)
-        (shard / "slab-00001.kv").write_bytes(b"x" * 3 * MIB)
-        quota = Shards(tmp_path, 10 * MIB, 2)
-        serve(quota, 1)
-        assert sorted(file.name for file in shard.iterdir()) == ["namespace.json", "slab-00000.kv"]
-        quota.release()
-
-    def test_trouble_in_another_part_is_no_reason_not_to_serve(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        leave_shard(tmp_path, 1, MIB, part=3)
-        quota = Shards(tmp_path, 16 * MIB)
-
-        def fail(*_: object, **__: object) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", fail)
-            serve(quota, 2)
-            quota.trim_again()  # the part is empty by now, but what was in it is not gone
-        assert quota.surplus
-        quota.trim_again()
-        assert not quota.surplus
-        assert slab_bytes(tmp_path) == 0
-        quota.release()
-
     def test_what_a_failed_deletion_left_goes_before_anything_grows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -212,21 +174,6 @@ def test_journals_count_with_their_maximum_size(tmp_path: Path) -> None:
     (shard / "manifest.journal").write_bytes(b"x" * (3 * MIB))
     assert room(quota, 0)
     assert 5 * MIB <= quota.used_bytes < 5 * MIB + 100_000
-
-
-def test_foreign_files_do_not_count_and_are_never_touched(tmp_path: Path) -> None:
-    quota = Shards(tmp_path, 4 * MIB)
-    foreign = tmp_path / "photos"
-    foreign.mkdir()
-    (foreign / "cat").write_bytes(b"x" * (3 * MIB))
-    (tmp_path / "part-01").mkdir()  # nearly a part
-    (tmp_path / "part-0" / ("a" * 31)).mkdir(parents=True)  # nearly a namespace
-    serve(quota, 1)
-    assert room(quota, 3 * MIB)
-    assert not room(quota, 4 * MIB)
-    assert (foreign / "cat").exists()
-    assert (tmp_path / "part-01").exists()
-    assert (tmp_path / "part-0" / ("a" * 31)).exists()
 
 
 @pytest.mark.parametrize(("call", "where"), [("scandir", 1), ("read_bytes", 1), ("scandir", 2)])
@@ -299,17 +246,6 @@ def test_shards_that_no_process_serves_expire(tmp_path: Path) -> None:
     quota.release()
 
 
-@pytest.mark.parametrize("name", ["namespace.json", "manifest.journal", "about.json", "slab-00000.kv"])
-def test_shard_is_as_young_as_what_its_engine_wrote_last(name: str, tmp_path: Path) -> None:
-    """It was killed, so it has marked no end of its use."""
-    quota = Shards(tmp_path, 8 * MIB)
-    shards = [leave_shard(tmp_path, number, 3 * MIB, age_s=100 * number) for number in (1, 2)]
-    (shards[1] / name).touch()
-    serve(quota, 3)
-    assert room(quota, 3 * MIB)
-    assert [shard.exists() for shard in shards] == [False, True]
-
-
 def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> None:
     quota = Shards(tmp_path, 16 * MIB)
     shards = [leave_shard(tmp_path, number, 4 * MIB, age_s=number) for number in (1, 2)]
@@ -326,22 +262,6 @@ def test_foreign_things_in_a_shard_stay_when_it_is_deleted(tmp_path: Path) -> No
     assert room(quota, 15 * MIB)  # what is left of it is no shard any more
     assert sorted(each.name for each in tmp_path.iterdir()) == [".ledger", "part-0"]
     assert not quota.delete_oldest()
-
-
-def test_shards_that_no_process_serves_are_deleted_before_min_free_is_touched(tmp_path: Path) -> None:
-    spare = [3 * MIB]
-    least = FreeSpace(tmp_path, 0)
-    least._measure = lambda: setattr(least, "spare_bytes", spare[0])  # type: ignore[method-assign]
-    quota = Shards(tmp_path, 64 * MIB, 1, least)
-    old = leave_shard(tmp_path, 1, MIB)
-    serve(quota, 2)
-    assert room(quota, 3 * MIB)
-    assert old.exists()
-    assert not room(quota, 4 * MIB)
-    assert not old.exists()
-    assert "min_free keeps" in least.problem
-    assert room(quota, 0)  # what is there goes on being served
-    quota.release()
 
 
 def test_min_free_stays_when_the_journal_is_written_at_last(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import random
 import shutil
 import stat
 import tarfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,18 +19,13 @@ from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown, TierRefused
-from nixl_tiers.tiers.folder import Folder
+from nixl_tiers.tiers.nixl_agent import Agent
 from nixl_tiers.tiers.slab import journal as journal_module
-from nixl_tiers.tiers.slab import layout
-from nixl_tiers.tiers.slab import slabs as slabs_module
-from nixl_tiers.tiers.slab.in_flight import STORES_BYTES
 from nixl_tiers.tiers.slab.journal import WRITE_S, Header
-from nixl_tiers.tiers.staging import BUFFER_BYTES, Direction
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.journals import Record, encode, journal_in, overwrite_record
-from tests.support.staging import decide
-from tests.tiers.slab.stepped import GEOMETRY, ROWS, SteppedSlabs, Threads, flip, number_of
+from tests.tiers.slab.stepped import GEOMETRY, ROWS, FakeAgent, SteppedSlabs, Threads, flip, number_of
 
 OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.OK,
@@ -86,14 +79,6 @@ class TestRowsThatAreNotTheExpectedOnes:
         assert stored.store([3]) == [OK], "and may be written again"
         assert stored.load([3]) == [OK]
 
-    def test_a_row_in_anothers_place_is_corrupt(self, stored: SteppedSlabs) -> None:
-        with slab(stored.path).open("r+b") as file:
-            file.seek(5 * ROW)
-            row = file.read(ROW)
-            file.seek(2 * ROW)
-            file.write(row)
-        assert stored.load([2, 5]) == [CORRUPT, OK]
-
     def test_rows_behind_the_end_of_a_slab_that_was_cut_fail_alone(self, stored: SteppedSlabs) -> None:
         with slab(stored.path).open("r+b") as file:
             file.truncate(4 * ROW + 100)
@@ -130,21 +115,6 @@ class TestWhatIsFoundAtOpen:
                 flip(found, 9)
         one, listed = again(make, tmp_path / "copy")
         assert listed == [*range(ROWS)]
-        assert one.load(range(ROWS)) == [OK] * ROWS
-
-    @pytest.mark.parametrize("what", ["a later format", "no seal"])
-    def test_a_shard_of_which_nothing_is_known_is_emptied(
-        self, stored: SteppedSlabs, make: Callable[..., SteppedSlabs], tmp_path: Path, what: str
-    ) -> None:
-        description = slab(stored.copy(tmp_path / "copy")).with_name("namespace.json")
-        if what == "no seal":
-            description.unlink()
-            slab(tmp_path / "copy").write_bytes(b"x" * (8 * ROW))
-        else:
-            description.write_text(description.read_text().replace('"format": 2', '"format": 3'))
-        one, listed = again(make, tmp_path / "copy")
-        assert listed == []
-        assert one.store(range(ROWS)) == [OK] * ROWS
         assert one.load(range(ROWS)) == [OK] * ROWS
 
     def test_only_whole_seals_of_the_namespace_and_epoch_are_recovered(
@@ -211,55 +181,6 @@ class TestTheBudget:
         _within(one.path, capacity)
         assert one.load(listed) == [OK] * len(listed)
 
-    def test_an_empty_tail_is_given_back(self, make: Callable[..., SteppedSlabs]) -> None:
-        one = make(capacity=32 << 20)
-        one.open()
-        for start in range(0, one.slots - ROWS, ROWS):
-            assert set(one.store(range(start, start + ROWS))) == {OK}
-        one.step()
-        before = disk_bytes(one.path)
-        one.tier.delete([(n, key_of(n)) for n in range(8, one.slots)])
-        one.maintain()
-        assert disk_bytes(one.path) < before / 2
-        assert one.load(range(8)) == [OK] * 8
-        assert one.store([200], [one.slots - 1]) == [OK], "it grows again"
-
-    def test_a_slab_that_cannot_be_cut_counts_and_the_others_are_cut(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(layout, "SLAB_BYTES", 32 * ROW)
-        one = make()
-        one.open()
-        for start in range(0, 128, ROWS):
-            assert one.store(range(start, start + ROWS)) == [OK] * ROWS
-        files = sorted(one.path.rglob("slab-*.kv"))
-        sizes = [file.stat().st_size for file in files]
-        used_bytes, unlink = one.tier.used_bytes, Folder.unlink
-        one.tier.delete([(slot, key_of(slot)) for slot in range(8, 128)])
-
-        def fail(folder: Folder, name: str) -> None:
-            if name == files[1].name:
-                raise OSError(errno.EIO, "Input/output error")
-            unlink(folder, name)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Folder, "unlink", fail)
-            one.maintain()
-        assert [file.exists() for file in files] == [True, True, False, False]
-        assert files[0].stat().st_size < sizes[0]
-        assert one.tier.used_bytes == used_bytes - sum(sizes) + sum(file.stat().st_size for file in files[:2])
-        assert one.store([32]) == [OK], "what was left is used again"
-        assert one.tier.used_bytes >= sum(file.stat().st_size for file in files[:2])
-
-    def test_growth_takes_no_lock_of_the_path(self, make: Callable[..., SteppedSlabs]) -> None:
-        """A process that stands still with it holds up no store."""
-        one = make()
-        one.open()
-        with (one.path / ".ledger").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            assert one.store([0, 1], [one.slots - 1, 1]) == [OK] * 2
-        assert one.tier.slots == one.slots
-
     def test_a_capacity_below_one_row_is_refused(self, make: Callable[..., SteppedSlabs]) -> None:
         with pytest.raises(TierRefused, match=r"^capacity: "):
             make(capacity=ROW).open()
@@ -297,17 +218,6 @@ class TestADirectoryOfAnEarlierVersion:
 
 
 class TestAFullDisk:
-    def test_without_room_for_a_journal_it_is_down_until_there_is_some(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        one, spare = make(min_free="1GiB"), [0.0]
-        monkeypatch.setattr(one.tier._free, "_measure", lambda: setattr(one.tier._free, "spare_bytes", spare[0]))
-        with pytest.raises(TierDown, match="min_free keeps"):
-            one.open()
-        assert [each.name for each in one.path.iterdir()] == [".ledger"], "nothing is left behind"
-        spare[0] = 1e9
-        assert one.open() == []
-
     @pytest.fixture
     def full(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         """While it is not empty, the file system has no room."""
@@ -369,20 +279,6 @@ class TestAFullDisk:
         assert one.store(range(4)) == [OK] * 4
         assert one.tier.denials == {}
 
-    def test_an_error_of_growth_that_lowers_the_slots_fails_no_store(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Else the core counts failures of a medium that takes rows, and retires slots that were never written."""
-        one = make(capacity=64 << 20)
-        one.open()
-        assert one.store(range(4)) == [OK] * 4
-        allocated = one.tier._open.slabs.end  # type: ignore[union-attr]
-        monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EIO)
-        assert one.store([allocated + 1]) == [NO_SPACE]
-        assert one.tier.slots == allocated
-        assert one.tier.denials["writing"].endswith("Input/output error)"), "it is shown all the same"
-        assert one.store([50], [2]) == [OK]
-
     def test_a_growth_that_hangs_holds_up_only_what_needs_it_and_not_for_ever(
         self, make: Callable[..., SteppedSlabs], threads: Threads
     ) -> None:
@@ -407,28 +303,6 @@ class TestAFullDisk:
         one.maintain()
         assert one.store([allocated + 1]) == [OK]
 
-    def test_a_growth_that_ends_in_a_reset_says_nothing_of_what_is_opened_next(
-        self, make: Callable[..., SteppedSlabs], threads: Threads, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        one = make(capacity=64 << 20)
-        one.open()
-        threads.pools["allocator"].at_once = False
-        waits = one.begin_store([1])
-        one.step()
-        one.clock.now += PRODUCTION.growth_overdue_s
-        assert one.end(waits) == [NO_SPACE]
-        threads.pools["allocator"].at_once = True  # the close waits for it
-        with monkeypatch.context() as patch:
-            patch.setattr(slabs_module, "fallocate", lambda *_: errno.EIO)
-            patch.setattr(disk, "fallocate", lambda *_: errno.EIO)
-            with pytest.raises(TierDown):
-                one.open(bytes(16))
-        one.step()
-        one.open(bytes(16))
-        one.step()
-        assert one.tier.denials == {}
-        assert one.tier.slots == one.slots
-
 
 def test_slots_beyond_the_tier_fail_alone(stored: SteppedSlabs) -> None:
     beyond = [stored.slots, stored.slots + 10**9]
@@ -436,73 +310,9 @@ def test_slots_beyond_the_tier_fail_alone(stored: SteppedSlabs) -> None:
     assert stored.load([50, 1, 51], [beyond[0], 1, beyond[1]]) == [MISSING, OK, MISSING]
 
 
-def test_without_o_direct_and_fallocate_rows_are_served_with_two_warnings(
-    make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(slabs_module, "direct_works", lambda _: False)
-    monkeypatch.setattr(disk, "fallocate", lambda *_: errno.EOPNOTSUPP)
-    one = make(capacity=4 << 20)
-    one.open()
-    for start in range(0, one.slots - ROWS, ROWS):
-        assert one.store(range(start, start + ROWS)) == [OK] * ROWS
-    assert one.load(range(ROWS)) == [OK] * ROWS
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"], "each is logged once"
-
-
-def test_a_path_that_is_a_file_is_refused_and_a_missing_parent_is_down(
-    make: Callable[..., SteppedSlabs], tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TierRefused, match=r"^path: .*file"):
-        make(tmp_path / "file").open()
-    one = make(tmp_path / "not" / "mounted")
-    with pytest.raises(TierDown, match="mounted"):
-        one.open()
-    (tmp_path / "not").mkdir()
-    assert one.open() == []
-
-
 def test_files_are_private_to_the_user(stored: SteppedSlabs) -> None:
     for each in (stored.path, *stored.path.rglob("*")):
         assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600)
-
-
-def test_a_clean_close_leaves_all_rows_in_the_order_of_their_use(
-    stored: SteppedSlabs, make: Callable[..., SteppedSlabs]
-) -> None:
-    stored.tier.touch([3], [1000])
-    stored.close()
-    stored.close = lambda: None  # type: ignore[method-assign]
-    entries = make().open()
-    assert [number_of(entry) for entry in entries] == [*(n for n in range(ROWS) if n != 3), 3]
-
-
-class Filled(dict[int, Any]):
-    """Another thread adds to it while it is iterated over."""
-
-    def items(self) -> Any:
-        for item in super().items():
-            yield item
-            self[len(self) + 100] = item[1]._replace(slots=0)
-
-
-@pytest.mark.parametrize("ask", ["allocated", "select", "end", "truncate"])
-def test_slots_are_asked_for_while_growth_adds_a_slab(
-    stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch, ask: str
-) -> None:
-    slabs = stored.tier._open.slabs  # type: ignore[union-attr]
-    monkeypatch.setattr(slabs, "_slabs", Filled(slabs._slabs))
-    end = slabs.layout.extent_slots * -(-ROWS // slabs.layout.extent_slots)
-    match ask:
-        case "allocated":
-            assert np.flatnonzero(slabs.allocated()).tolist() == [*range(end)]
-        case "select":
-            (found,) = slabs.select(range(slabs.layout.slots))
-            assert found.indexes.tolist() == [*range(end)]
-        case "end":
-            assert slabs.end == end
-        case "truncate":
-            assert slabs.truncate(end) == []
 
 
 @pytest.mark.parametrize("what", ["tail", "namespace"])
@@ -522,33 +332,46 @@ def test_a_hard_linked_copy_of_what_is_deleted_stays_whole(stored: SteppedSlabs,
     assert slab(copy).read_bytes() == before
 
 
-def test_a_unit_that_could_not_begin_says_nothing_of_the_medium(
-    stored: SteppedSlabs, monkeypatch: pytest.MonkeyPatch
+# --- `backend: gds_mt`: a region may have terabytes, and what is registered with cuFile stays for the tier -----------
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> FakeAgent:
+    agent = FakeAgent()
+    monkeypatch.setattr(Agent, "gds_mt", lambda: agent)
+    return agent
+
+
+def test_cufile_registers_bounded_buffers_and_nothing_of_the_region(
+    agent: FakeAgent, make: Callable[..., SteppedSlabs]
 ) -> None:
-    """It took no time: counted as written, it would let 64 MiB of stores in before the next load."""
-    rows = stored.tier._transfers._window.rows
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(stored.tier._open.slabs), "locate", fail)  # type: ignore[union-attr]
-        assert stored.store(range(4)) == [FAILED] * 4
-    assert stored.tier._transfers._window.rows == rows
-    assert stored.tier._moves.stores.limit_rows == rows
-
-
-@pytest.mark.parametrize("staged", [True, False])
-def test_no_more_rows_are_stored_at_a_time_than_the_buffer_has_room_for(
-    make: Callable[..., SteppedSlabs], *, staged: bool
-) -> None:
-    """A unit that had started and waited for room there would be written though loads wait."""
-    one = make()
-    if staged:
-        decide(one.tier, staged=True)
-        one.tier._staging.stores.open = types.MethodType(Direction.open, one.tier._staging.stores)
+    """It moves nothing that it has not registered: without memory for it the tier is down."""
+    one = make(backend="gds_mt")
+    agent.takes_memory = False
+    with pytest.raises(TierDown, match=r"cannot register DRAM"):
+        one.open()
+    agent.takes_memory = True
     one.open()
-    most = STORES_BYTES[1] // GEOMETRY.row_bytes
-    one.tier._transfers._window.written(1000 * most, 0.001)
-    assert one.store([0]) == [OK]
-    assert one.tier._moves.stores.limit_rows == (-(-BUFFER_BYTES // GEOMETRY.row_bytes) if staged else most)
+    assert one.store(range(ROWS)) == [OK] * ROWS
+    assert one.load(range(ROWS)) == [OK] * ROWS
+    begin, end = one.region.address, one.region.address + one.region.nbytes
+    assert [at for at, size in agent.memory if at < end and begin < at + size] == []
+    assert agent.most_bytes <= 112 << 20
+    assert one.tier.staged == (True, True)
+    one.tier.close()
+    assert agent.memory == []
+
+
+def test_failed_transfers_give_their_places_in_the_buffers_back(
+    agent: FakeAgent, make: Callable[..., SteppedSlabs]
+) -> None:
+    one = make(backend="gds_mt")
+    one.open()
+    assert one.store(range(ROWS)) == [OK] * ROWS
+    agent.fails = True
+    assert one.store(range(ROWS)) == one.load(range(ROWS)) == [FAILED] * ROWS
+    for direction in (one.tier._staging.loads, one.tier._staging.stores):
+        assert direction._buffer is not None
+        assert len(direction._buffer._free) == len(direction._buffer.rows)
+    agent.fails = False
+    assert one.store(range(ROWS)) == one.load(range(ROWS)) == [OK] * ROWS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,9 @@ from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.seal import Sealer, Verdict
 from nixl_tiers.tiers.base import Move
-from nixl_tiers.tiers.slab.tier import SlabTier
-from nixl_tiers.tiers.slab.worker import LEAST_THREADS, MOST_THREADS, Worker, threads_of
+from nixl_tiers.tiers.slab.worker import LEAST_THREADS, Worker
 from nixl_tiers.tiers.staging import BUFFER_BYTES, Buffer, DirectRows, StagedRows
 from tests.mover.harness import NAMESPACE, key_of
-from tests.support.file_tier import file_config
 
 GEOMETRIES = [
     Geometry(1, 65_536),
@@ -148,18 +145,6 @@ def test_verdicts_are_those_of_python(one: Rig, change: str, *, staged: bool) ->
         assert np.array_equal(one.region.rows_view[4], np.frombuffer(raw, np.uint8))
 
 
-def test_a_row_that_cannot_be_moved_fails_alone(one: Rig) -> None:
-    for row in range(ROWS):
-        one.region.rows_view[row] = noise(one.geometry, row)
-    moves = [Move(row, row, key_of(row), seal=True) for row in range(ROWS)]
-    assert one.move(moves, write=True) == [(Verdict.OK, NOW)] * ROWS
-    os.ftruncate(one.fd, (ROWS - 1) * one.geometry.row_bytes)  # as by another process: it can only be noticed later
-    ended = one.move([*moves[:3], Move(3, ROWS + 5, key_of(3)), *moves[4:]], write=False)
-    assert [verdict for verdict, _ in ended] == [Verdict.OK] * 3 + [None] + [Verdict.OK] * 3 + [None]
-    assert {verdict for verdict, _ in one.move(moves[:1], write=True, fd=1 << 20)} == {None}
-    assert [verdict for verdict, _ in one.move(moves[:7], write=False)] == [Verdict.OK] * 7
-
-
 def test_rows_outside_region_and_buffer_are_refused(one: Rig) -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         one.move([Move(0, 0, b"a"), Move(ROWS, 0, b"b")], write=False)
@@ -181,55 +166,3 @@ def test_descriptor_is_readable_while_a_unit_has_ended_that_was_not_polled(one: 
         while not all(condition() for condition in conditions):
             assert readable.poll(60_000)
             one.worker.poll()
-
-
-@pytest.mark.parametrize("backend", ["auto", "posix"])
-def test_slabs_are_moved_by_the_worker_unless_nixl_is_chosen(tmp_path: Path, backend: str) -> None:
-    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
-        tier = SlabTier(file_config(tmp_path, 64 << 20, backend=backend), GEOMETRIES[0], region)
-        assert (tier.wake_fd is None) == (backend == "posix")
-        tier.close()
-
-
-def test_where_the_worker_cannot_be_had_one_sentence_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """NIXL moves the rows then."""
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.EAGAIN, "no more")
-
-    monkeypatch.setattr(Worker, "__init__", refused)
-    with HostRegion.create(GEOMETRIES[0], ROWS) as region:
-        tier = SlabTier(file_config(tmp_path, 64 << 20), GEOMETRIES[0], region)
-        assert tier.wake_fd is None
-        (line,) = [text for text in caplog.messages if "native worker" in text]
-        assert line == "rows are moved by NIXL: the native worker cannot start (no more)"
-        tier.close()
-
-
-def test_as_many_threads_as_are_asked_for_share_a_unit(tmp_path: Path) -> None:
-    rig = Rig(Geometry(1, 400_000), tmp_path / "rows", MOST_THREADS)
-    tasks = len([*Path("/proc/self/task").iterdir()])
-    rows = [noise(rig.geometry, number) for number in range(ROWS)]
-    for number, row in enumerate(rows):
-        rig.region.rows_view[number] = row
-    moves = [Move(number, number, key_of(number), seal=True) for number in range(ROWS)]
-    assert {verdict for verdict, _ in rig.move(moves, write=True)} == {Verdict.OK}
-    rig.region.rows_view[:] = 0
-    assert {verdict for verdict, _ in rig.move(moves, write=False)} == {Verdict.OK}
-    payload = rig.geometry.cell_payload
-    assert all((rig.region.rows_view[number, :payload] == row[:payload]).all() for number, row in enumerate(rows))
-    rig.close()
-    assert tasks - len([*Path("/proc/self/task").iterdir()]) == MOST_THREADS
-    with pytest.raises(OSError, match="Invalid argument"):
-        Rig(rig.geometry, tmp_path / "rows", MOST_THREADS + 1)
-
-
-@pytest.mark.parametrize(
-    ("cores", "workers", "threads"),
-    [(2, 1, 2), (8, 1, 2), (12, 1, 3), (16, 1, 4), (32, 1, 8), (64, 1, 8), (64, 4, 4), (64, 8, 2), (128, 16, 2)],
-)
-def test_threads_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert threads_of(workers) == threads
