@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.base.kv_bytes import Kv, UnknownKv, kv_of
+from nixl_tiers.base.kv_bytes import UnknownKv, kv_of
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 LLAMA_8B = {"model_type": "llama", "num_hidden_layers": 32, **HEADS}
 LLAMA_70B = {**LLAMA_8B, "num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192}
 LATENT = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
-GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8}
 
 
 @pytest.mark.parametrize(
@@ -32,11 +31,6 @@ GPT_OSS = {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_head
 def test_bytes_of_published_models(config: dict[str, Any], dtype: str, token_bytes: int) -> None:
     assert kv_of(config, dtype).token_bytes == token_bytes
     assert kv_of({"model_type": "a_wrapper", "text_config": config}, dtype) == kv_of(config, dtype)
-
-
-def test_windows_are_of_every_layer_but_each_sixth_and_of_every_second() -> None:
-    assert kv_of(GEMMA) == Kv(full=5, windowed=29, window=1024, heads=4, head_bytes=1024)
-    assert kv_of(GPT_OSS) == Kv(full=18, windowed=18, window=128, heads=8, head_bytes=256)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +71,3 @@ def test_ranks_beyond_the_heads_hold_copies(ranks: int, copies: int) -> None:
 def test_ranks_that_cannot_divide_the_heads_are_refused(ranks: int) -> None:
     with pytest.raises(ValueError, match=f"^{ranks} tensor-parallel ranks cannot divide 8 KV heads$"):
         kv_of(LLAMA_8B).copies(ranks)
-
-
-@pytest.mark.parametrize(
-    ("full", "windowed", "groups"), [(8, 0, (1, 8)), (0, 8, (1, 8)), (10, 52, (7, 10)), (5, 6, (2, 6)), (2, 3, (3, 2))]
-)
-def test_groups_have_equal_layers(full: int, windowed: int, groups: tuple[int, int]) -> None:
-    assert Kv(full, windowed, 512, 4, 256).groups == groups

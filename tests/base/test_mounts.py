@@ -101,19 +101,3 @@ def test_a_servers_directory_is_one_on_all_nodes(
     assert len(found) == (1 if shared else 2)
     below = f"50 27 0:61 / /kv rw - {kind} {source}/kv rw"  # as NFS shows a part of an export
     assert shared is (identity("/kv", ROOT_OF_A_NODE, below) in found)
-
-
-def test_the_last_of_several_mounts_on_one_point_counts(identity: Callable[..., str]) -> None:
-    under, over = (f"60 27 259:{number} / /kv rw - xfs /dev/nvme{number}n1 rw" for number in (3, 4))
-    assert identity("/kv", ROOT_OF_A_NODE, under, over) == identity("/kv", ROOT_OF_A_NODE, over)
-
-
-def test_where_nothing_is_known_of_mounts_a_path_is_its_nodes(
-    identity: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    here = identity("/kv")
-    assert "/kv" in here
-    assert here != identity("/kv", node="two")
-    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
-    monkeypatch.setattr(mounts, "_BOOT", tmp_path / "none")
-    assert mounts.identity(Path("/kv")).endswith(" /kv")

@@ -31,9 +31,6 @@ class CpuConfig(TapeConfig):
 class NoImplementation(StorageConfig):
     pass
 
-class NoPath(StorageConfig):
-    implementation: ClassVar[str] = "tape_of_tests"
-
 class NoConfig:
     pass
 """
@@ -44,11 +41,10 @@ TAPE = {"type": "tape_of_tests:TapeConfig", "capacity": "1TiB", "drive": 3}
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tape_of_tests.py").write_text(MODULE)
     (tmp_path / "broken_of_tests.py").write_text("raise ZeroDivisionError('two\\nlines')\n")
-    (tmp_path / "misconfigured_of_tests.py").write_text("raise ValueError('two\\nlines')\n")
     about = tmp_path / "tape-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tape\nVersion: 1\n")
-    names = {"tape": "TapeConfig", "file": "TapeConfig", "gone": "Nothing"}
+    names = {"tape": "TapeConfig", "file": "TapeConfig"}
     lines = [f"{name} = tape_of_tests:{kind}" for name, kind in names.items()]
     (about / "entry_points.txt").write_text("\n".join(["[nixl_tiers.tiers]", *lines, ""]))
     monkeypatch.syspath_prepend(tmp_path)
@@ -82,23 +78,16 @@ def test_names_are_unique() -> None:
          'type: "nowhere.to.be:Found" cannot be imported (ModuleNotFoundError: No module named \'nowhere\')'),
         ({"type": "broken_of_tests:X"},
          'type: "broken_of_tests:X" cannot be imported (ZeroDivisionError: two lines)'),
-        ({"type": "misconfigured_of_tests:X"},
-         'type: "misconfigured_of_tests:X" cannot be imported (ValueError: two lines)'),
         ({"type": "tape_of_tests:Nothing"}, 'type: "tape_of_tests:Nothing" cannot be imported (AttributeError: '),
-        ({"type": "gone"}, 'type: "gone" cannot be imported (AttributeError: '),
         ({"type": "tape_of_tests:NoConfig"},
          'type: "tape_of_tests:NoConfig" is not a class that derives from nixl_tiers.config.tier.StorageConfig'),
         ({"type": "tape_of_tests:NoImplementation", "capacity": 1},
          'type: tape_of_tests:NoImplementation has no implementation ("package.module:Name")'),
-        ({"type": "tape_of_tests:NoPath", "capacity": 1}, "type: tape_of_tests:NoPath has no implementation"),
         ({"type": "tap"}, 'type: must be "cpu", "file" or "s3", not "tap"; the type of a third-party tier is'),
         ({"type": "os:system('x')"}, 'type: must be "cpu", "file" or "s3", not "os:system(\'x\')"'),
-        ({"type": 7}, 'type: must be "cpu", "file" or "s3", not 7'),
         ({"type": "tape"}, "capacity: this field is missing"),
-        (TAPE | {"drive": "a"}, "drive: "),
         (TAPE | {"drives": 4}, 'drives: unknown field; did you mean "drive"?'),
         (TAPE | {"bucket": 4}, 'bucket: unknown field here; it belongs to "s3"'),
-        (TAPE | {"password_env": "a" * 40}, "password_env: must be the name of an environment variable"),
         (TAPE | {"password_env": "wJalrXU/K7MD+bPx"}, "password_env: must be the name of an environment variable"),
         (TAPE | {"token_file": "hunter2"}, 'token_file: must be an absolute path, and "hunter2" is relative'),
         ({"type": "tape_of_tests:KeyConfig", "api_key": "hunter2"},

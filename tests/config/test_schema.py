@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -153,98 +151,57 @@ def test_junk_raises_only_config_errors(junk: object) -> None:
         ({"tiers": []}, "tiers: the first tier"),
         ({"tiers": "cpu"}, "tiers: must be a list"),
         ({"tiers": ["cpu"]}, "tiers[0]: must be a table"),
-        ({"tiers": [FILE]}, "tiers: the first tier"),
-        ({"tiers": [{"capacity": 1}]}, "tiers[0].type: this field is missing"),
         ({"tiers": [CPU, {"type": "nfs"}]}, 'tiers[1].type: must be "cpu", "file" or "s3", not "nfs"'),
-        (full() | {"tires": []}, 'tires: unknown field; did you mean "tiers"?'),
         ({"tiers": [CPU, {"type": "file", "path": "/a", "capcity": 5}]},
          'tiers[1].capcity: unknown field; did you mean "capacity"?'),
         ({"tiers": [CPU, {"type": "file", "path": "/a"}]}, "tiers[1].capacity: this field is missing"),
         (with_tier(FILE, path="kv"), 'tiers[1].path: must be an absolute path, and "kv" is relative'),
-        (with_tier(FILE, path="k/" * 17), "tiers[1].path: must be an absolute path, and that value is relative"),
         (with_tier(FILE, path="/a\0b"), "tiers[1].path: must be an absolute path"),
-        (with_tier(FILE, backend="uring"), 'tiers[1].backend: must be "auto", "posix" or "gds_mt", not "'),
-        (with_tier(FILE, backend="native"), 'tiers[1].backend: "native" was removed: leave backend out'),
         (with_tier(FILE, backend="gds"), 'tiers[1].backend: "gds" is refused, because NIXL ends a short read'),
         (with_tier(FILE, backend="posix", layout="files"), "tiers[1]: backend: posix is for layout: slabs: "),
-        (with_tier(FILE, backend="gds_mt", layout="files"), "tiers[1]: backend: gds_mt is for layout: slabs: "),
         (with_tier(FILE, min_free="100%"), 'tiers[1].min_free: "100%" must be less than 100 %'),
         (with_tier(FILE, min_free="5 percent"), 'tiers[1].min_free: "5 percent" is neither a size such as "50GiB" nor'),
-        (with_tier(FILE, min_free=False), "tiers[1].min_free: "),
         (with_tier(FILE, write="back"), 'tiers[1].write: must be "through", "on_evict" or "off", not "back"'),
         (with_tier(S3, bucket="a"), 'tiers[1].bucket: "a" is not a bucket name'),
         (with_tier(S3, prefix="a//b"), "tiers[1].prefix: "),
-        (with_tier(S3, prefix="a/../b"), "tiers[1].prefix: "),
         (with_tier(S3, endpoint="127.0.0.1:9000"), "tiers[1].endpoint: must be http://host:port"),
-        (with_tier(S3, endpoint="http://h:99999"), "tiers[1].endpoint: "),
-        (with_tier(S3, endpoint="http://h/bucket"), "tiers[1].endpoint: "),
-        (with_tier(S3, endpoint=5), "tiers[1].endpoint: "),
         (with_tier(S3, profile="p", credentials_file="/c"), "tiers[1]: profile and credentials_file are different"),
         (with_tier(S3, ca_file="/ca"), "tiers[1]: ca_file has no use"),
         (full() | {"wait_s": 0}, "wait_s: must be more than 0"),
-        (full() | {"wait_s": 3601}, "wait_s: must be at most 3600"),
         (full() | {"replicas": 0}, "replicas: must be at least 1"),
         (full() | {"replicas": "2"}, 'replicas: must be a whole number, not "2"'),
-        (full() | {"wait_s": 10**400}, "wait_s: "),
         (full() | {"wait_s": "soon"}, 'wait_s: "soon" is not a time; write a number of seconds, or "10s"'),
         (full() | {"wait_s": float("nan")}, "wait_s: must be a finite number"),
         (full() | {"model_id": "m" * 513}, "model_id: must have at most 512 characters"),
-        (full() | {"cpu_bytes_to_use": 5}, 'cpu_bytes_to_use: unknown field; use the capacity of the "cpu" tier'),
-        (with_tier(S3, ssl=False), "tiers[1].ssl: unknown field; write http: or https: in endpoint"),
         (full() | {"lora_storage": "yes"}, 'lora_storage: must be true or false, not "yes"'),
         (full() | {"on_reset": "drop"}, 'on_reset: must be "new_epoch" or "keep", not "drop"'),
-        (full() | {"model_id": ""}, "model_id: must not be empty"),
         (full() | {"probe_s": -1}, "probe_s: must be at least 0"),
         (with_tier(FILE, path=["/a", "/a/b"]), "tiers[1]: path: /a and /a/b overlap"),
         (with_tier(FILE, path=["/a", "b"]), 'tiers[1]: must be an absolute path, and "b" is relative'),
-        (with_tier(FILE, path=[]), "tiers[1].path: must be an absolute path, not a list"),
         (with_tier(FILE, path=["/a", "/b"], layout="files"), "tiers[1]: path is one directory with layout: files"),
         (with_tier(FILE, path=[f"/{n}" for n in range(33)]), "tiers[1]: path has 33 directories"),
         ({"tiers": [CPU, FILE | {"path": ["/a", "/b"]}, FILE | {"path": ["/c", "/b/d"]}]}, "tiers[2]: overlaps"),
-        ({"tiers": [CPU, FILE, FILE]}, "tiers[2]: overlaps tiers[1]"),
         ({"tiers": [CPU, FILE, FILE | {"path": "/mnt/nvme/kv/below"}]}, "tiers[2]: overlaps tiers[1]"),
         ({"tiers": [CPU, S3, S3 | {"prefix": "nixl-tiers/below"}]}, "tiers[2]: overlaps tiers[1]"),
-        ({"config": 5}, "config: must be the path"),
         ({"config": "/nowhere/tiers.toml"}, "/nowhere/tiers.toml: a configuration file must end in"),
         ({"config": "/nowhere/tiers.json"}, "/nowhere/tiers.json: cannot be read (No such file or directory)"),
-    ],
-)  # fmt: skip
-def test_error_is_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
-    assert refusal(source).startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
+        (with_tier(FILE, write="off"), "tiers[1]: write: off needs layout: files"),
         (with_tier(S3, bucket="s3://kv/llama/3"),
          'tiers[1].bucket: is an s3:// URL; use bucket and prefix (bucket: "kv", prefix: "llama/3")'),
-        (with_tier(S3, bucket="S3://kv/"), 'tiers[1].bucket: is an s3:// URL; use bucket and prefix (bucket: "kv")'),
-        (with_tier(S3, bucket="s3://" + "x" * 40), "tiers[1].bucket: is an s3:// URL; use bucket and prefix"),
-        (with_tier(S3, prefix="s3://kv/a"),
-         'tiers[1].prefix: is an s3:// URL; use bucket and prefix (bucket: "kv", prefix: "a")'),
         (with_tier(S3, endpoint="s3://kv"),
          'tiers[1].endpoint: is an s3:// URL; use bucket and prefix (bucket: "kv"), and no endpoint for AWS'),
-        (with_tier(S3, url="s3://kv/a"),
-         'tiers[1].url: unknown field; use bucket and prefix (bucket: "kv", prefix: "a")'),
         (with_tier(FILE, path="s3://kv/a"), 'tiers[1].path: is no path but an s3:// URL; use a tier of type "s3" with'),
         ({"tiers": [CPU, "s3://kv/a"]},
          'tiers[1]: use a tier of type "s3" with bucket and prefix (bucket: "kv", prefix: "a")'),
-        ({"tiers": [CPU, {"type": "s3", "capacity": 1}]}, "tiers[1].bucket: this field is missing"),
-        ({"tiers": [CPU | {"path": "/a"}]}, 'tiers[0].path: unknown field here; it belongs to "file"'),
-        ({"tiers": [CPU | {"max_age": "7d"}]},
-         'tiers[0].max_age: unknown field here; it belongs to "file" and "s3"'),
+        ({"tiers": [CPU | {"max_age": "7d"}]}, 'tiers[0].max_age: unknown field here; it belongs to "file" and "s3"'),
         (with_tier(FILE, wait_s=1), "tiers[1].wait_s: unknown field here; it belongs to the top level"),
-        (full() | {"capacity": 1}, 'capacity: unknown field here; it belongs to each tier'),
-        (with_tier(FILE, size="1GiB"), 'tiers[1].size: unknown field; did you mean "capacity"?'),
-        (with_tier(FILE, **{"max-age": "1d"}), 'tiers[1].max-age: unknown field; did you mean "max_age"?'),
         (with_tier(FILE, ttl="1d"), 'tiers[1].ttl: unknown field; did you mean "max_age"?'),
-        (with_tier(S3, endpoint_url="http://h"), 'tiers[1].endpoint_url: unknown field; did you mean "endpoint"?'),
         ({"config": "/a.yaml", "salt": "x"}, "config: excludes all other fields; write them into the file"),
         (with_tier(FILE, write=True), 'tiers[1].write: must be "through", "on_evict" or "off", not True'),
     ],
 )  # fmt: skip
-def test_unknown_field_suggests_the_right_one(source: dict[str, Any], sentence: str) -> None:
-    assert refusal(source).startswith(sentence)
+def test_error_is_one_sentence_that_names_the_field(source: dict[str, Any], start: str) -> None:
+    assert refusal(source).startswith(start)
 
 
 def test_times_are_parsed() -> None:
@@ -305,16 +262,6 @@ def test_tier_round_trips_as_json() -> None:
         schema.tier_from_dict(S3 | {"secret_key": SECRET})
 
 
-def test_missing_directory_is_created_private(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "kv"
-    read = schema.load(with_tier(FILE, path=str(path)))
-    schema.check_paths(read, create=False)
-    assert not path.exists()
-    schema.check_paths(read)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert list(path.iterdir()) == []
-
-
 def test_refused_configuration_creates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     tiers = full() | {"tiers": [CPU, FILE | {"path": str(path)}, S3 | {"credentials_file": str(tmp_path / "missing")}]}
@@ -339,25 +286,6 @@ def test_missing_mount_is_reported_and_nothing_created(tmp_path: Path, monkeypat
     schema.check_paths(read, create=False)
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root may write everywhere")
-def test_unwritable_directory_is_refused(tmp_path: Path) -> None:
-    # Root ignores permission bits, so it gets a file system where no directory can be created.
-    path = Path("/proc/sys/kv") if os.geteuid() == 0 else tmp_path / "locked"
-    if os.geteuid() != 0:
-        path.mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match=rf"^tiers\[1\]\.path: cannot write to {path} \("):
-        schema.check_paths(schema.load(with_tier(FILE, path=str(path))))
-
-
-def test_files_of_the_s3_tier_must_exist(tmp_path: Path) -> None:
-    missing = tmp_path / "credentials"
-    read = schema.load(with_tier(S3, credentials_file=str(missing)))
-    with pytest.raises(ConfigError, match=r"^tiers\[1\]\.credentials_file: "):
-        schema.check_paths(read)
-    missing.write_text("")
-    schema.check_paths(read)
-
-
 def test_capacity_below_one_row_is_refused() -> None:
     read = schema.load({"tiers": [CPU, FILE | {"capacity": "1MiB"}]})
     schema.check_rows(read, 1 << 20)
@@ -375,9 +303,3 @@ def test_a_field_that_was_removed_is_refused_before_secrets_are_read(name: str) 
 def test_a_field_of_tiers_that_was_removed_is_refused_before_secrets_are_read(tier: dict[str, Any], name: str) -> None:
     text = refusal({"tiers": [CPU, {"secret_key": SECRET, name: SECRET} | tier]})
     assert text == f"tiers[1].{name}: was removed: {REMOVED_OF_TIERS[name]}"
-
-
-def test_slabs_have_no_readers() -> None:
-    with pytest.raises(ConfigError, match=r"^tiers\[1\]: write: off needs layout: files"):
-        schema.load(with_tier(FILE, write="off"))
-    assert schema.load(with_tier(FILE, write="off", layout="files")).storage[0].write is schema.Write.OFF

@@ -31,8 +31,6 @@ def full() -> dict[str, Any]:
         ("a.json", "{", "not valid JSON in line 1"),
         ("a.yaml", "tiers: []\ntiers: []\n", "tiers: duplicate field"),
         ("a.json", '{"tiers": [], "tiers": []}', "tiers: duplicate field"),
-        ("a.json", "[]", "tiers: this field is missing"),
-        ("a.yaml", "# nothing", "tiers: this field is missing"),
         ("a.json", " \n", "is empty"),
         (
             "a.yaml",
@@ -41,11 +39,9 @@ def full() -> dict[str, Any]:
         ),
         ("a.yaml", "tiers: []\n---\ntiers: []\n", "not valid YAML in line 2"),
         ("a.yaml", "salt: a\n\nsalt: b\n", "salt: duplicate field in the same table (line 3)"),
-        ("a.yaml", "tiers: [{type: cpu, type: cpu}]", "type: duplicate field"),
         ("a.json", '{"tiers": [{"type": "cpu", "type": "cpu"}]}', "type: duplicate field"),
         ("a.json", "[" * 100_000, "not valid JSON (nested too deeply)"),
         ("a.json", '{"wait_s": ' + "9" * 5000 + "}", "not valid JSON (a value that cannot be read)"),
-        ("a.yaml", "[" * 10_000, "not valid YAML"),
         ("a.yaml", "salt: 2024-13-45", "not valid YAML (a value that cannot be read)"),
         ("a.yaml", "tiers: &a [*a]", "tiers: is nested too deeply"),
         ("a.yaml", BOMB, "tiers: has more values than"),
@@ -60,9 +56,11 @@ def test_error_names_the_file(tmp_path: Path, name: str, text: str, rest: str) -
     assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {rest}")
 
 
-def test_endless_file_is_refused(tmp_path: Path) -> None:
+def test_endless_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").symlink_to("/dev/zero")
     assert refusal(tmp_path / "a.yaml") == f"{tmp_path / 'a.yaml'}: is larger than 1 MiB, so it is no configuration"
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe{}")
+    assert refusal(tmp_path / "a.json") == f"{tmp_path / 'a.json'}: is not UTF-8 text"
 
 
 @given(st.text(alphabet="tiers:[]{}-?!&*<|>#%@`\"',\n\t 0129._~abxy", max_size=40))
@@ -72,11 +70,6 @@ def test_junk_in_a_file_raises_only_config_errors(tmp_path_factory: pytest.TempP
         path.write_text(text)
         with pytest.raises(ConfigError, match="junk"):
             schema.load(path)
-
-
-def test_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b"\xff\xfe{}")
-    assert refusal(tmp_path / "a.json") == f"{tmp_path / 'a.json'}: is not UTF-8 text"
 
 
 def transfer(**changes: Any) -> dict[str, Any]:

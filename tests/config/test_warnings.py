@@ -30,18 +30,13 @@ def warned(*tiers: dict[str, Any], **fields: object) -> list[str]:
     [
         (CPU,),
         (CPU, FILE, AT),
-        (CPU, FILE | {"path": "/procedures"}, FILE | {"path": "/dev-disk/kv"}),
         (CPU, FILE | {"capacity": "64GiB"}),
         (CPU, FILE | {"capacity": "1GiB", "write": "on_evict"}),  # adds to the host
         (CPU, AT | {"capacity": "1GiB", "write": "off"}),  # others fill it
-        (CPU, AT, AT | {"prefix": "other"}),
         (CPU, AT, AT | {"endpoint": "https://s3.example:9001"}),
-        (CPU, AT, AT | {"bucket": "other"}),
         (CPU, S3, AT),
         (CPU, S3, S3 | {"endpoint": "https://s3.cn-north-1.amazonaws.com.cn"}),  # another AWS
         (CPU, S3 | {"bucket": "minio", "endpoint": "http://minio.default.svc:9000"}),
-        (CPU, FILE, FILE | {"path": "/mnt/nvme/kv2"}),
-        (CPU, FILE | {"path": "/run/media/disk/kv"}),
     ],
 )
 def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...]) -> None:
@@ -55,12 +50,10 @@ def test_plausible_configuration_has_no_warning(tiers: tuple[dict[str, Any], ...
         ((CPU, AT | {"capacity": "900KiB", "write": "off"}), ["tiers[1].capacity: 900 KiB holds no chunk"]),
         ((CPU, FILE | {"capacity": "63GiB"}), ["tiers[1].capacity: 63 GiB is less than the cpu tier's 64 GiB"]),
         ((CPU, AT, FILE), ["tiers[1]: this s3 tier is searched before the file tier tiers[2]"]),
-        ((CPU, FILE, AT, FILE | {"path": "/b"}), ["tiers[2]: this s3 tier is searched before the file tier tiers[3]"]),
         ((CPU, FILE | {"path": "/dev/shm/kv"}), ["tiers[1].path: /dev/shm/kv is memory of this machine, not a disk"]),
         ((CPU, FILE | {"path": "/dev/shm/kv", "layout": "files"}), []),
         ((CPU, FILE | {"path": "/proc/kv"}), ["tiers[1].path: /proc/kv is the kernel's, and no place for files"]),
         ((CPU, FILE | {"path": "/"}), ["tiers[1].path: / is the whole machine's: "]),
-        ((CPU, FILE | {"path": "//"}), ["tiers[1].path: // is the whole machine's: "]),
         ((CPU, FILE | {"path": "/mnt/../sys/kv"}), ["tiers[1].path: /sys/kv is the kernel's"]),
         ((CPU, S3 | {"endpoint": "https://kv-cache.s3.eu-west-1.amazonaws.com"}),
          ['tiers[1].endpoint: names the bucket "kv-cache" too']),
@@ -78,13 +71,9 @@ def test_mistakes_are_warned_about(tiers: tuple[dict[str, Any], ...], starts: li
     ("one", "other"),
     [
         ("https://s3.example", "https://s3.example:443"),
-        ("https://s3.example", "https://S3.EXAMPLE."),
         ("https://s3.example", "http://s3.example"),
-        ("https://s3.example:9000", "https://kv-cache.s3.example:9000"),
         ("http://minio.lan:9000", "http://kv-cache.minio.lan:9000"),
         ("http://localhost:9000", "http://127.0.0.1:9000"),
-        ("http://[::1]:9000", "http://127.0.0.1:9000"),
-        (None, "https://s3.amazonaws.com"),
         (None, "https://kv-cache.s3.eu-central-1.amazonaws.com"),
         ("https://s3.eu-central-1.amazonaws.com", "https://s3.dualstack.eu-central-1.amazonaws.com"),
     ],
@@ -146,24 +135,3 @@ def test_same_directory_by_two_names_is_warned_about(tmp_path: Path, here: Calla
         assert lines == ["tiers[2].path: is another name for the directory of tiers[1], so neither capacity is kept"]
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     assert here(FILE | {"path": str(tmp_path / "circle")}, FILE | {"path": str(tmp_path / "real")}) == []
-
-
-def test_missing_profile_is_warned_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Callable[..., list[str]]
-) -> None:
-    settings, secrets = tmp_path / "config", tmp_path / "credentials"
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(secrets))
-    sentence = f'tiers[1].profile: there is no profile "kv" in {settings} nor {secrets}'
-    assert here(S3 | {"profile": "kv"}) == [sentence]
-    settings.write_text('[kv]\nregion = x\n[profile one]\n[profile "with space"]\n[default]\n[sso-session kv]\n')
-    secrets.write_text("[two]\naws_access_key_id = A\n")
-    assert here(S3 | {"profile": "kv"}) == [sentence], "[kv] is no profile in that file"
-    for name in ("one", "with space", "default", "two"):
-        assert here(S3 | {"profile": name}) == []
-    botocore = pytest.importorskip("botocore.session")
-    assert set(botocore.Session().available_profiles) == warnings._profiles() == {
-        "one", "with space", "default", "two",
-    }  # fmt: skip
-    secrets.write_text("no section = here\n")
-    assert here(S3 | {"profile": "two"}) != []
