@@ -64,13 +64,6 @@ def test_third_party_tier_has_a_name_and_round_trips_as_json(kind: str) -> None:
     assert schema.tier_from_dict(json.loads(json.dumps(raw))) == tier
 
 
-def test_names_are_unique() -> None:
-    file = {"type": "file", "path": "/a", "capacity": "1GiB"}
-    s3 = {"type": "s3", "bucket": "kvs", "capacity": "1GiB"}
-    tiers = [TAPE, file, TAPE | {"type": "tape"}, TAPE | {"type": "tape_of_tests:CpuConfig"}, s3, s3 | {"prefix": "b"}]
-    assert schema.load(config(*tiers)).names == ("tape", "file", "tape2", "cpu2", "s3", "s3-2")
-
-
 @pytest.mark.parametrize(
     ("tier", "sentence"),
     [

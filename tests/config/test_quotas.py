@@ -46,15 +46,6 @@ def test_each_salt_has_its_tenant_and_all_others_share_one() -> None:
     assert Tenants({}).number_of("pepper") == 0
 
 
-def test_tenant_may_have_any_name_and_no_secret() -> None:
-    names = ["tokenizer", "password-team", "credentials"]
-    assert [*schema.load(config({name: tenant(name) for name in names})).quotas] == names
-    for quotas in ({"secret": "pepper"}, {"a": tenant("x") | {"secret": "pepper"}}, {"a": {"token": {"b": "pepper"}}}):
-        found = refusal(config(quotas))
-        assert "a secret must not be in the configuration" in found
-        assert "pepper" not in found
-
-
 @pytest.mark.parametrize(
     ("quotas", "sentence"),
     [

@@ -207,22 +207,3 @@ def test_unit_goes_on_in_the_poll_in_which_a_later_one_ends_and_gives_it_room() 
     ended.set_result(None)
     pipeline.poll()
     assert [batch.outcomes for batch in pipeline.take()] == [[Outcome.OK] * 2]
-
-
-def test_one_poll_ends_none_of_the_units_that_begin_in_it() -> None:
-    """A disk that is faster than seals are verified would keep the mover from its other work, however much waits."""
-
-    def run(unit: Unit) -> Steps[None]:
-        yield lambda: True
-        pipeline.make_way(unit)
-        unit.end_all(Outcome.OK)
-
-    loads, stores = (MoveQueue(limit=8, run=run) for _ in range(2))
-    pipeline = MovePipeline(loads, stores, may_start=lambda: True)
-    pipeline.load(moves(*range(2000)))
-    ended = []
-    while loads.waiting or loads.running:
-        before = len(loads.waiting) + len(loads.running)
-        pipeline.poll()
-        ended.append(before - len(loads.waiting) - len(loads.running))
-    assert (max(ended), sum(ended)) == (8, 2000)

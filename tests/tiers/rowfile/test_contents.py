@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.base.chunk import PAGE, object_name
+from nixl_tiers.base.chunk import object_name
 from nixl_tiers.base.manifest import MANIFEST_NAME
 from nixl_tiers.tiers.disk import INCOMING
 from nixl_tiers.tiers.folder import Folder
@@ -66,16 +66,6 @@ def evict_all(contents: Contents) -> None:
 
 
 # --- a sweep ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("_rows")
-def test_names_count_as_the_largest_of_some_files_and_directories_of_others_too(
-    contents: Contents, tmp_path: Path
-) -> None:
-    make(tmp_path, PATHS[-1], bytes(3 * FILE))
-    swept = contents.sweep()
-    assert swept.rows == {OURS: (len(KEYS), ROW), OTHER: (len(KEYS), ROW + 2 * FILE)}
-    assert swept.other_bytes == (1 + 3 + 1) * PAGE, "with a manifest"
 
 
 @pytest.mark.usefixtures("_rows")

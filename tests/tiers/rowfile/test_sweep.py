@@ -14,38 +14,32 @@ from tests.support.fake_movers import Clock
 from tests.tiers.rowfile.rows import PATHS, ROW, make
 
 CAPACITY = 8 * ROW
-AGE_S = 1000.0
 
 
 class Sweeps:
     """A sweeper, and what is in its directory."""
 
-    def __init__(self, contents: Contents, place: Path, max_age_s: float | None = None) -> None:
+    def __init__(self, contents: Contents, place: Path) -> None:
         self.place = place
         self.clock = Clock(100.0)
         self.budget = Budget(CAPACITY, ROW)
         self.contents = contents
         self.swept: list[float] = []
         self.takes_s = 0.0
-        self.fails = False
         sweep = contents.sweep
 
         def counted() -> Swept | None:
             self.swept.append(self.clock.now)
             self.clock.now += self.takes_s
-            return None if self.fails else sweep()
+            return sweep()
 
         contents.sweep = counted
         contents.server_s = lambda: self.clock.now
-        self.sweeper = Sweeper(contents, self.budget, max_age_s, self.clock, Random(0))
+        self.sweeper = Sweeper(contents, self.budget, None, self.clock, Random(0))
 
     def fill(self, rows: int = 8) -> None:
         for number, path in enumerate(PATHS[:rows]):
             make(self.place, path, used_s=number)
-
-    @property
-    def there(self) -> int:
-        return len(list(self.place.rglob("*.row")))
 
 
 @pytest.fixture

@@ -192,15 +192,6 @@ def test_capacity_below_one_row_is_refused_but_for_a_reader(make: Make) -> None:
     assert make(capacity=1 << 60).tier.open(NAMESPACE, 0) == MAX_SLOTS
 
 
-def test_directory_of_slabs_is_refused(make: Make) -> None:
-    one = make()
-    one.path.mkdir()
-    (one.path / ".ledger").touch()
-    with pytest.raises(TierRefused, match=f"^path: {one.path} holds slabs, and a directory has one layout"):
-        one.open()
-    assert [file.name for file in one.path.iterdir()] == [".ledger"]
-
-
 def test_below_min_free_rows_are_only_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [16]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import select
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -308,21 +307,6 @@ def test_what_is_no_file_of_this_user_is_a_miss_and_stays(rig: Rig, tmp_path: Pa
 
 
 # --- loads that fail --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", [PATH.namespace, PATH.fanout, PATH.name])
-def test_row_that_is_not_there_is_missing(rig: Rig, level: str) -> None:
-    rig.store()
-    if level == PATH.name:
-        rig.row.unlink()
-    else:
-        shutil.rmtree(rig.row.parent if level == PATH.fanout else rig.row.parents[1])
-    assert rig.load()[:2] == (Trouble.ABSENT, 0)
-    rig.store()
-    for answer in first(errno.ESTALE, "openat", PATH.name), walking(first(errno.ESTALE, "openat", level)):
-        rig.answer = answer
-        assert rig.load()[:2] == (Trouble.ABSENT, 0)
-        assert rig.load().verdict is Verdict.OK
 
 
 def test_nothing_is_missing_where_the_path_itself_is_stale(rig: Rig) -> None:

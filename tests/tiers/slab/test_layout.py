@@ -26,16 +26,6 @@ GEOMETRY = Geometry(2, 8000, 4)
 LAYOUT = SlabLayout(GEOMETRY.row_bytes, 100, 30)
 
 
-def test_layout_spreads_slots_over_files() -> None:
-    small = SlabLayout.of(4096, 1000)
-    assert (small.slabs, small.extent_slots, small.slots_in(0), small.slots_in(1)) == (1, 31, 1000, 0)
-    large = SlabLayout.of(2 << 20, 2000)
-    assert (large.slabs, large.slots_per_slab, large.slots_in(3)) == (4, 512, 2000 - 3 * 512)
-    assert SlabLayout.of(5 << 30, 3).slots_per_slab == 1
-    huge = SlabLayout.of(1 << 20, 100 << 20)  # 100 TiB
-    assert huge.slabs <= 1024
-
-
 def test_slots_have_room_as_far_as_their_files_go() -> None:
     flags = SlabLayout(4096, 10, 4).with_room({0: 2, 1: 9, 2: 4, 7: 4})
     assert np.flatnonzero(flags).tolist() == [0, 1, 4, 5, 6, 7, 8, 9]

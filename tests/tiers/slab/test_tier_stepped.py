@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
-import shutil
 import stat
 import tarfile
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown, TierRefused
 from nixl_tiers.tiers.nixl_agent import Agent
-from nixl_tiers.tiers.slab import journal as journal_module
 from nixl_tiers.tiers.slab.journal import WRITE_S, Header
+from nixl_tiers.tiers.slab.shards import Shards
 from tests.mover.harness import NAMESPACE, key_of, shard_dir
 from tests.support.disks import disk_bytes
 from tests.support.journals import Record, encode, journal_in, overwrite_record
@@ -35,10 +35,6 @@ OK, CORRUPT, MISSING, FAILED, NO_SPACE = (
     Outcome.NO_SPACE,
 )
 ROW = GEOMETRY.row_bytes
-
-
-def no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -248,22 +244,6 @@ class TestAFullDisk:
         assert one.tier.slots == one.slots
         assert one.store([allocated + 1]) == [OK]
 
-    def test_slots_without_room_for_their_records_are_not_used(
-        self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Else a restart would read their seals, however many they are."""
-        one = make(capacity=2 << 30)
-        one.open()
-        assert one.store([4]) == [OK]
-        with monkeypatch.context() as patch:
-            patch.setattr(journal_module, "extend", no_space)
-            assert one.store([50], [10_000]) == [NO_SPACE]
-            assert one.tier.slots == one.tier._open.slabs.end  # type: ignore[union-attr]
-            assert one.store([51], [4]) == [OK]
-        one.clock.now += PRODUCTION.growth_retry_s + 0.1
-        one.maintain()
-        assert one.store([50], [10_000]) == [OK]
-
     def test_an_error_that_is_no_lack_of_room_is_a_problem_and_costs_no_slots(
         self, make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -304,6 +284,23 @@ class TestAFullDisk:
         assert one.store([allocated + 1]) == [OK]
 
 
+def test_an_open_that_fails_at_its_end_leaves_no_file_open(
+    make: Callable[..., SteppedSlabs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again and again."""
+    one, before = make(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shards, "make_room", fail)
+        with pytest.raises(RuntimeError, match="a defect"):
+            one.open()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert one.open() == []
+
+
 def test_slots_beyond_the_tier_fail_alone(stored: SteppedSlabs) -> None:
     beyond = [stored.slots, stored.slots + 10**9]
     assert stored.store([50, 1, 51], [beyond[0], 1, beyond[1]]) == [FAILED, OK, FAILED]
@@ -313,23 +310,6 @@ def test_slots_beyond_the_tier_fail_alone(stored: SteppedSlabs) -> None:
 def test_files_are_private_to_the_user(stored: SteppedSlabs) -> None:
     for each in (stored.path, *stored.path.rglob("*")):
         assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600)
-
-
-@pytest.mark.parametrize("what", ["tail", "namespace"])
-def test_a_hard_linked_copy_of_what_is_deleted_stays_whole(stored: SteppedSlabs, tmp_path: Path, what: str) -> None:
-    """As `cp -al` makes it: only names are deleted, no file of another name is cut."""
-    copy = tmp_path / "copy"
-    shutil.copytree(stored.path / "part-0", copy / "part-0", copy_function=lambda at, to: Path(to).hardlink_to(at))
-    before = slab(copy).read_bytes()
-    if what == "tail":
-        stored.tier.delete([(number, key_of(number)) for number in range(ROWS)])
-        slabs = stored.tier._open.slabs  # type: ignore[union-attr]
-        slabs.free(slabs.truncate(0))
-    else:
-        stored.open(bytes(16))
-        assert stored.tier._quota.delete_oldest()
-    assert not slab(stored.path).exists()
-    assert slab(copy).read_bytes() == before
 
 
 # --- `backend: gds_mt`: a region may have terabytes, and what is registered with cuFile stays for the tier -----------
