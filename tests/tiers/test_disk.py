@@ -19,9 +19,7 @@ from nixl_tiers.tiers import disk
 from nixl_tiers.tiers.base import TierDown
 from nixl_tiers.tiers.disk import MountGuard, prepare_path
 from nixl_tiers.tiers.folder import Folder, NotOwned
-from nixl_tiers.tiers.rowfile.directory import RowDirectory
 from nixl_tiers.tiers.slab.shards import Shards
-from tests.mover.harness import NAMESPACE
 from tests.support.file_tier import file_config
 
 
@@ -150,21 +148,6 @@ def replace(path: Path) -> None:
     """What the directory below the mount point looks like to a process that goes by the path."""
     path.rename(path.with_name("elsewhere"))
     path.mkdir()
-
-
-def test_row_file_is_made_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    path.mkdir()
-    directory = RowDirectory(path)
-    directory.prepare(NAMESPACE.hex())
-    replace(path)
-    with pytest.raises(OSError, match="is not the directory that was opened"):
-        directory.write_manifest(NAMESPACE.hex(), b"{}")
-    assert list(path.iterdir()) == []
-    directory.prepare(NAMESPACE.hex())  # as the next open does
-    directory.write_manifest(NAMESPACE.hex(), b"{}")
-    assert directory.read_manifest(NAMESPACE.hex()) == b"{}"
-    directory.close()
 
 
 def test_slabs_grow_only_in_the_directory_that_was_opened(tmp_path: Path) -> None:

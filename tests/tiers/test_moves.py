@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -24,18 +23,14 @@ def moves(*rows: int) -> list[Move]:
 class Medium:
     """Moves progress only when a test lets them."""
 
-    def __init__(self, *, limit: int = 2, unit_rows: int = 1) -> None:
+    def __init__(self, *, limit: int = 2) -> None:
         self.gates: dict[int, Future[Outcome | None]] = {}  # by row, of what has started
         self.started: list[list[int]] = []
-        self.tries: list[int] = []
         self.ended: list[tuple[int, Outcome]] = []
-        self.admits: Callable[[Unit], bool] = lambda _: True
         self.up = True
         self.loads, self.stores = (
             MoveQueue(
                 limit=limit,
-                unit_rows=unit_rows,
-                admit=self._admit,
                 run=self._run,
                 on_end=lambda move, outcome: self.ended.append((move.row, outcome)),
             )
@@ -51,13 +46,9 @@ class Medium:
             clock=lambda: self.now,
         )
 
-    def _admit(self, unit: Unit) -> bool:
-        return self.admits(unit)
-
     def _run(self, unit: Unit) -> Steps[None]:
         rows = [move.row for move in unit.moves]
         self.started.append(rows)
-        self.tries.append(unit.tries)
         gate = self.gates[rows[0]] = Future[Outcome | None]()
         outcome = yield from finished(gate)
         if outcome is not None:
@@ -161,17 +152,6 @@ def test_no_store_starts_while_the_engine_copies_rows() -> None:
     medium.poll()
     assert medium.started[3:] == [[3]], "the copy has taken too long"
     assert medium.pipeline.poll_s == STORE_POLL_S
-
-
-def test_moves_left_unended_are_tried_again_alone_and_before_the_others() -> None:
-    medium = Medium(limit=1, unit_rows=2)
-    batch = medium.pipeline.load(moves(1, 2, 3))
-    assert medium.end(1, outcome=None) == []
-    medium.end(1)
-    medium.end(2, outcome=Outcome.FAILED)
-    assert medium.end(3) == [FinishedBatch(batch, [Outcome.OK, Outcome.FAILED, Outcome.OK])]
-    assert medium.started == [[1, 2], [1], [2], [3]]
-    assert medium.tries == [1, 2, 2, 1]
 
 
 def test_nothing_starts_while_the_medium_is_down_and_what_waits_can_be_given_up() -> None:

@@ -37,10 +37,10 @@ NOW = 1_900_000_000
 class Rig:
     """A worker, a region and a file with a slot for each row of it."""
 
-    def __init__(self, geometry: Geometry, path: Path, threads: int = LEAST_THREADS) -> None:
+    def __init__(self, geometry: Geometry, path: Path) -> None:
         self.geometry = geometry
         self.region = HostRegion.create(geometry, ROWS)
-        self.worker = Worker(self.region, geometry, threads)
+        self.worker = Worker(self.region, geometry, LEAST_THREADS)
         self.sealer = Sealer(geometry, NAMESPACE, 7)
         with path.open("wb") as file:
             file.truncate(ROWS * geometry.row_bytes)
