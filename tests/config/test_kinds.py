@@ -25,9 +25,6 @@ class TapeConfig(StorageConfig):
 class KeyConfig(TapeConfig):
     api_key: str
 
-class CpuConfig(TapeConfig):
-    drive: int = 0
-
 class NoImplementation(StorageConfig):
     pass
 
