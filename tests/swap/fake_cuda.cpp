@@ -72,7 +72,7 @@ struct machine {
     std::map<std::string, int> calls;
     int sticky = OK, contexts = 0, violations = 0;
     long fail_at_op = -1, ops_done = 0;
-    size_t largest_batch = 0, queue_limit = SIZE_MAX, deepest = 0;
+    size_t queue_limit = SIZE_MAX, deepest = 0;
     double clock_ms = 0;
     std::set<void *> modules;
     std::string why;
@@ -235,8 +235,6 @@ void fake_leave(void) { now->sticky = DEINITIALIZED; }
 int fake_calls(const char *name) { return now->calls[name]; }
 int fake_violations(void) { return now->violations; }
 const char *fake_why(void) { return now->why.c_str(); }
-size_t fake_largest_batch(void) { return now->largest_batch; }
-int fake_priority(void *s) { return stream_of(s)->priority; }
 int fake_depth(void) { return depth; }
 long fake_live(const char *what) {
     std::string kind = what;
@@ -479,7 +477,6 @@ static int fake_batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t count,
     *failed = SIZE_MAX;
     if (!s || !count || n_attrs != 1 || *first != 0 || (attrs->order != 1 && attrs->order != 3))
         return INVALID_VALUE;
-    now->largest_batch = std::max(now->largest_batch, count);
     struct one {
         uint64_t to, from;
         size_t n;

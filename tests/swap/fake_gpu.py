@@ -43,21 +43,9 @@ def as_cuda(library: Path, folder: Path, runtime: str = "libcudart.so.12") -> Pa
 def build_submit(folder: Path) -> Path:
     """csrc/swap_submit.c as it is now, whatever is installed. There is a compiler: `build` found one."""
     library = folder / "swap_submit.so"
-    flags = [
-        "-std=c11",
-        "-D_GNU_SOURCE",
-        "-O2",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT / 'csrc'}",
-    ]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-lpthread"]
     compiler = shutil.which("gcc") or shutil.which("clang") or "cc"
-    subprocess.run(
-        [compiler, *flags, "-o", str(library), str(ROOT / "csrc" / "swap_submit.c"), "-lpthread"], check=True
-    )
+    subprocess.run([compiler, *flags, "-o", str(library), str(ROOT / "csrc" / "swap_submit.c")], check=True)
     return library
 
 
@@ -68,7 +56,6 @@ class FakeGpu:
         self._library = ctypes.CDLL(str(library))
         for name in ("fake_live", "fake_fail_running"):
             getattr(self._library, name).restype = ctypes.c_long
-        self._library.fake_largest_batch.restype = ctypes.c_size_t
         self._library.fake_deepest.restype = ctypes.c_size_t
         self._library.fake_why.restype = ctypes.c_char_p
         self._library.fake_reset(seed, version)
@@ -98,12 +85,6 @@ class FakeGpu:
 
     def calls(self, name: str) -> int:
         return int(self._library.fake_calls(name.encode()))
-
-    def largest_batch(self) -> int:
-        return int(self._library.fake_largest_batch())
-
-    def priority(self, stream: int) -> int:
-        return int(self._library.fake_priority(ctypes.c_void_p(stream)))
 
     def write(self, stream: int, memory: NDArray[np.uint8], value: int) -> None:
         """Give `stream` something to compute: all of `memory` becomes `value`."""

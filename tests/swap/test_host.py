@@ -5,8 +5,10 @@ import ctypes
 import numpy as np
 import pytest
 
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
+from nixl_tiers.swap.plan import CopyPlan, Segment, Share
 from tests.swap.scenario import (
     LAYOUTS,
     CopyScenario,
@@ -45,6 +47,7 @@ def test_any_geometry(kernel: str, seed: int) -> None:
 
 ODD = {
     "large and small layers": {"page_bytes": [[65536, 512, 65536, 512, 300000]]},
+    "a group of which nothing lives on this rank": {"page_bytes": [[512], []]},
     "odd sizes at odd addresses": {"page_bytes": [[777] * 9], "misaligned": True, "gap": 5},
 }
 
@@ -110,14 +113,62 @@ def test_out_of_range_raises_before_a_byte_moves(
         assert_same(tensor, before, "engine memory")
 
 
-def test_nothing_to_copy(kernel: str) -> None:
-    rng = np.random.default_rng(6)
-    scenario = scenario_of(rng, [[512], []], blocks=4, rows=2, sub_blocks=2)
-    swap, region = HostSwap(scenario.plan), scenario.region.copy()
-    swap.store(0, [], [])
-    swap.load(0, np.array([], dtype=np.int64), np.array([], dtype=np.uint32))
-    assert_same(scenario.region, region, "region")
-    expected = scenario.store(1, [1], [2])  # a group without segments: nothing of it lives on this rank
-    swap.load(1, [1], [2])
-    swap.store(1, [1], [2])
-    assert_same(scenario.region, expected, "region")
+GEOMETRY = Geometry(cells=2, cell_payload=4 * 3000, sub_blocks=4)
+
+
+def plan_of(*segments: Segment, rows: int = 8) -> CopyPlan:
+    return CopyPlan([segments], GEOMETRY, Share(1), 1 << 20, rows)
+
+
+def test_offsets_do_not_overflow_32_bits() -> None:
+    geometry = Geometry(cells=1, cell_payload=1 << 20, sub_blocks=16)
+    plan = CopyPlan([[]], geometry, Share(0), 0, 1 << 28)
+    offset = plan.place_offsets(np.array([(1 << 32) - 1], dtype=np.uint32))
+    assert offset.tolist() == [((1 << 28) - 1) * geometry.row_bytes + 15 * (1 << 16)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Segment(2000, 4000, 1000, 1000, 7),
+        Segment(1000, 3000, 1000, 1000, 7),
+        Segment(1000, 4000, 1000, 1001, 7),
+        Segment(1000, 4000, 1000, 1000, 6),
+    ],
+    ids=["address", "stride", "offset", "blocks"],
+)
+def test_segments_that_differ_are_not_merged(second: Segment) -> None:
+    first = Segment(0, 4000, 1000, 0, 7)
+    assert plan_of(first, second).groups[0].segments == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([Segment(0, 3000, 2000, 0), Segment(0, 3000, 1001, 1999)], "segment at offset 1999: it overlaps"),
+        ([Segment(0, 3000, 2000, 1001)], "ends at 3001, beyond the sub-block of 3000"),
+        ([Segment(0, 3000, 2000, -1)], "offset -1"),
+        ([Segment(0, 3000, 0, 0)], "0 bytes"),
+        ([Segment(0, 1999, 2000, 0)], "overlap at a stride of 1999"),
+        ([Segment(0, 3000, 3000, 0, 0)], "it has 0 blocks"),
+    ],
+)
+def test_impossible_segments_are_refused(segments: list[Segment], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(*segments)
+
+
+def test_impossible_regions_are_refused() -> None:
+    with pytest.raises(ValueError, match="cell 2 is not one of the row's 2"):
+        CopyPlan([], GEOMETRY, Share(2), 0, 1)
+    with pytest.raises(ValueError, match="0 rows"):
+        CopyPlan([], GEOMETRY, Share(0), 0, 0)
+    with pytest.raises(ValueError, match="not between 1 and 4294967296 places"):
+        CopyPlan([], GEOMETRY, Share(0), 0, (1 << 30) + 1)
+
+
+def test_the_block_limit_is_the_smallest_of_a_group() -> None:
+    plan = plan_of(Segment(0, 1000, 1000, 0, 9), Segment(9000, 1000, 1000, 1000, 7), Segment(0, 1000, 1000, 2000))
+    assert plan.pairs(0, [6], [0]).tolist() == [[6, 0]]
+    with pytest.raises(ValueError, match="block 7 is out of range: there are 7"):
+        plan.pairs(0, [0, 7], [0, 1])

@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 import os
-import pwd
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from nixl_tiers.base.cache import cache_folder
 from nixl_tiers.swap import kernels
-from nixl_tiers.swap.kernels import CAPACITIES, THREADS, CompileError, Nvrtc
-from nixl_tiers.swap.submit import TILE_BYTES, first_parts, parts_of
-from tests.swap.conftest import ROOT
-from tests.swap.scenario import scenario_of
+from nixl_tiers.swap.kernels import CompileError, Nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-
-
-def test_tables_say_which_part_reaches_into_a_tile() -> None:
-    scenario = scenario_of(np.random.default_rng(0), [[2048, 100, 5000]], blocks=2, rows=1, gap=10)
-    parts = parts_of(scenario.plan.groups[0])
-    assert parts[:, 3].tolist() == [0, 10, 2058, 2068, 2168, 2178, 7178]
-    assert parts[:, 2].sum() == scenario.geometry.sub_block_bytes
-    assert first_parts(parts).tolist() == [0, 1, 5, 5]
-
-
-def test_constants_of_the_sources_and_of_python_agree() -> None:
-    texts = kernels.sources()
-    assert texts
-    assert f"SWAP_TILE = {TILE_BYTES}" in texts["swap.h"]
-    assert f"WARP = 32, WARPS = {THREADS // 32} }}" in texts["swap.cu"]
-    for capacity in CAPACITIES:
-        assert f"\nSWAP_KERNELS({capacity})\n" in texts["swap.cu"]
-    job_bytes = 80  # sizeof(swap_job)
-    assert job_bytes + 8 * CAPACITIES[0] <= 4096
-    assert job_bytes + 8 * CAPACITIES[1] <= 32764
-    assert f"pairs[{CAPACITIES[1]}]" in (ROOT / "csrc" / "swap_copies.h").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +84,6 @@ def test_compiled_images_are_cached_and_corruption_is_detected(tmp_path: Path) -
     assert kernels.compile_cached(compiler, "sm_90", folder) == wanted  # type: ignore[arg-type]
     assert kernels.compile_cached(compiler, "sm_80", folder) == b"machine code for sm_80"  # type: ignore[arg-type]
     assert compiler.compiled == ["sm_90", "sm_90", "sm_80"]
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a container that runs as a user id without an entry in /etc/passwd."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
-    assert cache_folder() is None
-    compiled = kernels.compile_cached(OneCompiler(), "sm_90", None)  # type: ignore[arg-type]
-    assert compiled == b"machine code for sm_90"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "nixl_tiers"
 
 
 def test_a_built_image_comes_before_a_compiled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

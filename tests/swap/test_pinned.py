@@ -37,20 +37,6 @@ def pin(fake_library: Path) -> Iterator[Pin]:
     fake.check()
 
 
-def test_rows_are_locked_piece_by_piece(pin: Pin) -> None:
-    fake, _, make = pin
-    pinned = make()
-    assert not pinned.complete
-    assert pinned.lock(0, 4)
-    assert pinned.complete
-    assert pinned.lock(4, ROWS)
-    assert fake.live()["registrations"] == 2
-    pinned.release()
-    pinned.release()
-    assert not pinned.complete
-    assert not pinned.lock(0, 4), "the region is about to be unmapped"
-
-
 def test_a_first_piece_that_fails_leaves_copies_slow_and_says_why(pin: Pin, caplog: pytest.LogCaptureFixture) -> None:
     fake, _, make = pin
     fake.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)

@@ -113,34 +113,26 @@ def test_large_pages_are_for_the_copy_engine(start: Callable[..., FakeGpu]) -> N
         assert choose(device, here.plan, pinned, None, here.plan.rows) == ("copy_engine", "copy_engine")
 
 
+@pytest.mark.parametrize(
+    ("setting", "capability", "batches"), [("auto", (10, 0), False), ("off", (9, 0), False), ("on", (10, 0), True)]
+)
 def test_blackwell_copies_all_pages_staged_and_without_batches(
-    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its driver was seen to hang on repeated batches."""
-    here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
-    fake = start(here)
-    monkeypatch.setattr(Driver, "capability", lambda *_: (10, 0))
-    with parts(fake, here) as (device, pinned, loaded):
-        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("staged", "staged")
-    assert fake.calls("cuMemcpyBatchAsync") == 0
-    assert fake.calls("cuMemcpyAsync") > 0
-
-
-@pytest.mark.parametrize(("setting", "capability", "batches"), [("off", (9, 0), False), ("on", (10, 0), True)])
-def test_the_environment_turns_batches_off_and_on(
     start: Callable[..., FakeGpu],
     monkeypatch: pytest.MonkeyPatch,
     setting: str,
     capability: tuple[int, int],
     batches: bool,
 ) -> None:
-    here = scenario()
+    """Its driver was seen to hang on repeated batches. The environment turns them off and on."""
+    here = scenario_of(np.random.default_rng(1), [[512 << 10], [4096] * 2], blocks=4, rows=4)
     fake = start(here)
     monkeypatch.setattr(Driver, "capability", lambda *_: capability)
     monkeypatch.setenv(BATCHES, setting)
     with parts(fake, here) as (device, pinned, loaded):
-        choose(device, here.plan, pinned, loaded, here.plan.rows)
+        chosen = choose(device, here.plan, pinned, loaded, here.plan.rows)
+    assert chosen == ("staged" if capability >= (10, 0) else "copy_engine", "staged")
     assert (fake.calls("cuMemcpyBatchAsync") > 0) is batches
+    assert (fake.calls("cuMemcpyAsync") > 0) is not batches
 
 
 def test_an_unknown_setting_of_batches_is_refused_without_leaks(

@@ -150,14 +150,6 @@ def test_c_and_python_say_the_same(
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_load_may_begin_and_end_inside_a_row() -> None:
-    step = Rank(per_row=4).plan([Job([([3, 5, 7], [10, 11, 0, 1, 2, 3], 7)])], to_host=False)
-    places = [3 * 4 + 3, *range(5 * 4, 5 * 4 + 4), 7 * 4]
-    assert pairs_of(step) == [(0, 0, pair) for pair in zip([10, 11, 0, 1, 2, 3], places, strict=True)]
-    assert (step.nbytes.tolist(), step.verdicts.tolist()) == ([6 * 64], [GOOD])
-
-
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("job", "verdict"),
     [
@@ -182,17 +174,6 @@ def test_a_load_that_is_not_as_it_should_be_is_refused_alone(job: Job, verdict: 
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("row", "block"), [(ROWS, 0), (1, BLOCKS)])
-def test_one_bad_store_of_seven_is_marked_as_failed_and_the_others_are_written(row: int, block: int) -> None:
-    rank = Rank()
-    step = rank.plan([Job([([n], [n], 0)], n + 1) if n != 1 else Job([([row], [block], 0)], 2) for n in range(7)])
-    rank.steps.mark(step)
-    bad = (0, 0, 0) if row == ROWS else (2, 0, FAILED)
-    assert rank.words() == [(n + 1, 0, WRITTEN) if n != 1 else bad for n in range(7)] + [(0, 0, 0)]
-    assert not rank.control[:, 0].any(), "the other cell is another rank's"
-
-
-@pytest.mark.usefixtures("backend")
 def test_a_copy_that_failed_fails_its_job_alone() -> None:
     rank = Rank()
     step = rank.plan([Job([([n], [n], 0)], n + 1) for n in range(3)])
@@ -210,16 +191,6 @@ def test_null_blocks_before_a_window_make_only_the_first_row_partial() -> None:
     assert [place for _, _, (_, place) in pairs_of(step)] == [7 * 4 + 3, *range(6 * 4, 6 * 4 + 4)]
     rank.steps.mark(step)
     assert rank.words()[6:] == [(1, 0, WRITTEN), (1, 3, INCOMPLETE)]
-
-
-@pytest.mark.usefixtures("backend")
-def test_last_blocks_alone_have_known_positions() -> None:
-    # As older versions store the states of recurrent layers: of each chunk nothing else is there.
-    rank = Rank((0,), per_row=4)
-    step = rank.plan([Job([([7, 2, 5], [5, 6, 7], 3)])])
-    assert pairs_of(step) == [(0, 0, (block, row * 4 + 3)) for block, row in ((5, 7), (6, 2), (7, 5))]
-    rank.steps.mark(step)
-    assert [rank.words()[row] for row in (7, 2, 5)] == [(1, 3, WRITTEN)] * 3
 
 
 @pytest.mark.usefixtures("backend")
@@ -254,22 +225,4 @@ def test_nothing_is_marked_once_the_region_is_closed() -> None:
     step = rank.plan([Job([([1], [2], 0)])])
     rank.steps.close()
     rank.steps.mark(step)
-    assert not rank.control.any()
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_store_seq_has_40_bits() -> None:
-    rank = Rank()
-    step = rank.plan([Job([([n], [n], 0)], seq) for n, seq in enumerate(((1 << 40) - 1, 1 << 40, -1))])
-    rank.steps.mark(step)
-    assert step.verdicts.tolist() == [GOOD, MISMATCH, MISMATCH]
-    assert rank.words()[:3] == [((1 << 40) - 1, 0, WRITTEN), (0, 0, 0), (0, 0, 0)]
-
-
-@pytest.mark.usefixtures("backend")
-def test_jobs_of_which_nothing_is_known_copy_and_mark_nothing() -> None:
-    rank = Rank(groups=2)
-    step = rank.steps.plan(Numbers.of_nothing(3, 2), to_host=True)
-    rank.steps.mark(step)
-    assert (step.verdicts.tolist(), pairs_of(step)) == ([MISMATCH] * 3, [])
     assert not rank.control.any()

@@ -1,47 +1,121 @@
-"""The kernels' sources: the kernels under sanitizers, and that every compiler at hand takes them."""
+"""The C sources and the kernels under the sanitizers, and that every compiler at hand takes them."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nixl_tiers.swap.kernels import CAPACITIES
+from nixl_tiers.swap.plan import Segment
 from nixl_tiers.swap.submit import first_parts, parts_of
 from tests.swap.conftest import ROOT
-from tests.swap.scenario import assert_same, random_scenario, scenario_of
+from tests.swap.fake_gpu import FakeGpu
+from tests.swap.scenario import CopyScenario, assert_same, random_scenario, scenario_of
+from tests.swap.test_cuda import machine, swap_of, with_kernels
 from tests.swap.test_kernels import ARCHITECTURES
-from tests.system.swap.test_sanitized import SANITIZE
 
-HERE = Path(__file__).parent
+__all__ = ["machine", "with_kernels"]  # fixtures
 
-
-@pytest.fixture(scope="module")
-def cxx() -> str:
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
-        pytest.skip("no C++ compiler here")
-    return found
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
 
 
-@pytest.fixture(scope="module")
-def sanitized(cxx: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """kernels.cpp under AddressSanitizer and UBSan, or the reason for skipping."""
-    folder = tmp_path_factory.mktemp("kernels")
-    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+def built(compiler: str, folder: Path, name: str, *flags: str) -> Path:
+    """The program of that source under AddressSanitizer and UBSan, or the reason for skipping."""
+    probe = folder / f"probe{Path(name).suffix}"
+    probe.write_text("int main(void) { return 0; }\n")
     try:
-        subprocess.run([cxx, *SANITIZE, "-o", folder / "probe", folder / "probe.cpp"], check=True, capture_output=True)
-        subprocess.run([folder / "probe"], check=True, capture_output=True)
+        subprocess.run([compiler, *SANITIZE, "-o", str(folder / "probe"), str(probe)], check=True, capture_output=True)
+        subprocess.run([str(folder / "probe")], check=True, capture_output=True)
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no sanitizers")
-    program = folder / "kernels"
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *SANITIZE, f"-I{ROOT / 'tests/swap'}"]
-    subprocess.run([cxx, *flags, "-o", str(program), str(HERE / "kernels.cpp")], check=True)
+    program = folder / "program"
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).with_name(name)
+    subprocess.run([compiler, *SANITIZE, *flags, *warnings, "-o", str(program), str(source), "-lpthread"], check=True)
     return program
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx = shutil.which("g++") or shutil.which("clang++")
+    if cxx is None:
+        pytest.skip("no C++ compiler here")
+    return built(cxx, tmp_path_factory.mktemp("kernels"), "kernels.cpp", "-std=c++17", f"-I{ROOT / 'tests/swap'}")
+
+
+@pytest.fixture(scope="session")
+def driver(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(compiler, tmp_path_factory.mktemp("driver"), "driver.c")
+
+
+def run(
+    driver: Path, folder: Path, scenario: CopyScenario, group: int, pairs: np.ndarray, *, to_host: bool, kernel: int
+) -> bytes:
+    """Engine bytes (from each segment's first page to the end of its last) and region bytes after one swap."""
+    plan, geometry = scenario.plan, scenario.geometry
+    segments = plan.groups[group].segments
+    sizes = [(scenario.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
+    skew = segments[0].address % 64 if segments else 0
+    numbers = [int(to_host), kernel, plan.rows, skew]
+    numbers += [geometry.row_bytes, plan.cell_offset, geometry.sub_block_bytes, geometry.sub_blocks]
+    numbers += [len(segments), len(plan.groups[group].gaps), len(pairs)]
+    for segment, size in zip(segments, sizes, strict=True):
+        numbers += [segment.block_stride, segment.nbytes, segment.offset, size]
+    for gap in plan.groups[group].gaps:
+        numbers += gap
+    numbers += pairs.ravel().tolist()
+    case, result = folder / "case", folder / "result"
+    engine = [
+        engine_bytes(scenario, scenario.memory, segment, size) for segment, size in zip(segments, sizes, strict=True)
+    ]
+    case.write_bytes(np.array(numbers, dtype="<u8").tobytes() + b"".join(engine) + scenario.region.tobytes())
+    ended = subprocess.run([str(driver), str(case), str(result)], check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return result.read_bytes()
+
+
+def engine_bytes(scenario: CopyScenario, memory: list[np.ndarray], segment: Segment, size: int) -> bytes:
+    for before, tensor in zip(scenario.memory, memory, strict=True):
+        first = segment.address - before.ctypes.data
+        if 0 <= first < tensor.size:
+            return tensor[first : first + size].tobytes()
+    raise AssertionError("a segment outside of the engine's memory")
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3], ids=["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_no_access_out_of_bounds(driver: Path, tmp_path: Path, seed: int, kernel: int) -> None:
+    rng = np.random.default_rng(seed)
+    scenario = random_scenario(rng)
+    for group in range(len(scenario.layers)):
+        segments = scenario.plan.groups[group].segments
+        sizes = [(scenario.blocks - 1) * segment.block_stride + segment.nbytes for segment in segments]
+        blocks, places = scenario.transfer(rng)
+        pairs = scenario.plan.pairs(group, blocks, places)
+
+        stored = run(driver, tmp_path, scenario, group, pairs, to_host=True, kernel=kernel)
+        region = scenario.store(group, blocks, places)
+        assert_same(np.frombuffer(stored[-region.size :], np.uint8), region, "region after a store")
+
+        loaded = run(driver, tmp_path, scenario, group, pairs, to_host=False, kernel=kernel)
+        memory, start = scenario.load(group, blocks, places), 0
+        for segment, size in zip(segments, sizes, strict=True):
+            wanted = np.frombuffer(engine_bytes(scenario, memory, segment, size), np.uint8).copy()
+            got = np.frombuffer(loaded[start : start + size], np.uint8).copy()
+            start += size
+            # Where layers lie together, the bytes between two of this segment's pages are another segment's.
+            for block in range(scenario.blocks - 1):
+                between = slice(block * segment.block_stride + segment.nbytes, (block + 1) * segment.block_stride)
+                if len(segments) > 1 and len(scenario.memory) < len(segments):
+                    wanted[between] = got[between] = 0
+            assert_same(got, wanted, "engine memory after a load")
 
 
 @pytest.mark.parametrize("seed", range(400, 412))
@@ -118,3 +192,35 @@ def test_nvcc_compiles_the_kernels_without_spilling(tmp_path: Path, arch: str) -
         [nvcc, *flags, "-o", str(tmp_path / "swap.cubin"), source], check=True, capture_output=True, text=True
     ).stderr
     assert output.count("0 bytes spill stores, 0 bytes spill loads") == len(CAPACITIES)
+
+
+def test_a_stream_can_be_held_while_another_thread_waits(
+    machine: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hold a stream takes no time: not even as long as another thread waits for the same bytes."""
+    rng = np.random.default_rng(9)
+    scenario = scenario_of(rng, [[2048] * 2], blocks=12, rows=6, sub_blocks=2)
+    fake = machine(9)
+    swap = swap_of(fake, scenario, "staged")
+    transfer = swap.store(0, range(12), range(12))
+    waits, go_on = threading.Event(), threading.Event()
+    original = fake.driver.wait
+
+    def slow(event: int) -> None:
+        waits.set()
+        assert go_on.wait(60)
+        original(event)
+
+    monkeypatch.setattr(fake.driver, "wait", slow)
+    waiter = threading.Thread(target=transfer.wait)
+    waiter.start()
+    assert waits.wait(60)
+    held = threading.Thread(target=transfer.hold, args=(0,))
+    held.start()
+    held.join(60)
+    assert not held.is_alive()
+    assert not transfer.done()
+    go_on.set()
+    waiter.join(60)
+    assert transfer.done()
+    swap.close()
