@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from nixl_tiers.base.chunk import Geometry, Outcome
-from nixl_tiers.config.kinds import import_object
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
@@ -39,29 +38,6 @@ class StubConfig(StorageConfig):
     @property
     def physical_slots(self) -> bool:
         return not self.more
-
-
-class PausedListingConfig(FileConfig):
-    """A file tier whose listing pauses after half of the rows until the file `listed` exists."""
-
-    type: str
-    listed: Path
-    label: ClassVar[str] = "file"
-    implementation: ClassVar[str] = f"{__name__}:paused_listing"
-
-
-def paused_listing(config: PausedListingConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
-    from nixl_tiers.tiers.slab.tier import SlabTier
-
-    class PausedListing(SlabTier):
-        def list_rows(self) -> Iterator[list[Entry]]:
-            found = [entry for batch in super().list_rows() for entry in batch]
-            yield found[: len(found) // 2]
-            while not config.listed.exists():
-                yield []
-            yield found[len(found) // 2 :]
-
-    return PausedListing(config, geometry, region)
 
 
 class DecidedConfig(FileConfig):
@@ -120,55 +96,6 @@ def patient_s3(config: PatientConfig, geometry: Geometry, region: HostRegion) ->
     return s3_tier.S3Tier(config, geometry, region, KEEPS_ITS_RECORD)
 
 
-class FailingFileConfig(FileConfig):
-    """A file tier in which the method `fails` ("module:Class.method") raises once, when the file `failed` is not there
-    yet."""
-
-    type: str
-    fails: str
-    failed: Path
-    label: ClassVar[str] = "file"
-    implementation: ClassVar[str] = f"{__name__}:with_failing_thread"  # type: ignore[misc,assignment]
-
-
-class FailingS3Config(S3Config):
-    """The same of an S3 tier."""
-
-    type: str
-    fails: str
-    failed: Path
-    label: ClassVar[str] = "s3"
-    implementation: ClassVar[str] = f"{__name__}:with_failing_thread"
-
-
-def with_failing_thread(
-    config: FailingFileConfig | FailingS3Config, geometry: Geometry, region: HostRegion
-) -> StorageTier:
-    _plant_failure(config)
-    if isinstance(config, S3Config):
-        place = S3Config.implementation
-    else:
-        slabs = config.layout == "slabs"
-        place = "nixl_tiers.tiers.slab.tier:SlabTier" if slabs else "nixl_tiers.tiers.rowfile.tier:RowFileTier"
-    tier = import_object(place)(config, geometry, region)
-    assert isinstance(tier, StorageTier)
-    return tier
-
-
-def _plant_failure(config: FailingFileConfig | FailingS3Config) -> None:
-    owner, _, name = config.fails.rpartition(".")
-    planted_in = import_object(owner)
-    original = getattr(planted_in, name)
-
-    def fail_once(*arguments: Any, **named: Any) -> Any:
-        if not config.failed.exists():
-            config.failed.touch()
-            raise ZeroDivisionError
-        return original(*arguments, **named)
-
-    setattr(planted_in, name, fail_once)
-
-
 def dies_at_start(config: StubConfig, geometry: Geometry, region: HostRegion) -> StorageTier:
     """Ends its mover like a library that cannot be loaded."""
     os.write(2, b"lib.so: undefined symbol: foo, key " + os.environ["AWS_SECRET_ACCESS_KEY"].encode() + b"\n")
@@ -218,13 +145,6 @@ class InstantTier(StorageTier):
 
     def close(self) -> None:
         self.config.closed.write_text("closed")
-
-
-class CrashingTier(InstantTier):
-    def poll(self) -> list[FinishedBatch]:
-        if self._done:
-            raise ZeroDivisionError("a bug")
-        return []
 
 
 class HangsWithInterpreterLock(InstantTier):

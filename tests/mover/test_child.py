@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nixl_tiers.base.clock import COUNTED_S, RunningClock
 from nixl_tiers.mover import child
 from nixl_tiers.mover.child import LAST_LINES, LINE_BYTES, Redactor, Stderr, secrets_of
 from nixl_tiers.mover.protocol import LOG_FORMAT, MAX_PACKET, Down, Heartbeat, Refused, ToCoordinator, encode
@@ -85,18 +84,6 @@ def test_each_line_of_a_secret_is_redacted() -> None:
     assert redact(f"it is {key!r}") == r"it is '***\n***\n  ***\n***\n'"
 
 
-def test_a_secret_longer_than_a_line_is_never_shown_in_part() -> None:
-    secret = SECRET * (LINE_BYTES // len(SECRET) + 20)
-    read_fd, write_fd = os.pipe()
-    stderr = Stderr(read_fd, Redactor([secret]))
-    os.write(write_fd, b"x" + secret[:-1].encode())
-    shown = [text for _, text in stderr.read()]
-    assert len(shown) == 1
-    assert SECRET[:2] not in shown[0]
-    os.close(write_fd)
-    os.close(read_fd)
-
-
 def test_password_in_a_url_is_redacted(pipe: tuple[Stderr, int]) -> None:
     """Of a proxy, whose variable's name sounds like no secret."""
     stderr, write_fd = pipe
@@ -106,12 +93,6 @@ def test_password_in_a_url_is_redacted(pipe: tuple[Stderr, int]) -> None:
 
 
 # --- its messages, and its clock
-
-
-def test_time_while_the_process_did_not_run_barely_counts() -> None:
-    moments = [0.0, 1.0, 3601.0, 3602.0, 7200.0]
-    clock = RunningClock(iter(moments).__next__)
-    assert [clock() for _ in moments[1:]] == pytest.approx([1.0, 1.0 + COUNTED_S, 2.0 + COUNTED_S, 2.0 + 2 * COUNTED_S])
 
 
 def reading(end: socket.socket, *secrets: str) -> child.Child:

@@ -1,32 +1,38 @@
-"""Publishing the rows that a tier holds to the coordinator: in columns at first, what changes one by one."""
+"""What a mover tells the coordinator: the rows that its tier holds, and how its jobs end."""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nixl_tiers.memory.columns import ColumnsError
+from nixl_tiers.base.chunk import Geometry, Outcome
+from nixl_tiers.memory.region import HostRegion
+from nixl_tiers.memory.seal import Sealer
 from nixl_tiers.mover import listing as module
 from nixl_tiers.mover.child import _read
-from nixl_tiers.mover.listing import IDLE_S, POLL_S, IndexPublisher
+from nixl_tiers.mover.jobs import REPORT_S, RunningJobs
+from nixl_tiers.mover.listing import POLL_S, IndexPublisher
 from nixl_tiers.mover.protocol import (
     MAX_PACKET,
     Finished,
     Listed,
     ListedColumns,
+    Load,
+    RowsEnded,
     SendQueue,
     decode_to_coordinator,
     encode,
 )
-from nixl_tiers.tiers.base import GONE, Entry, PackedEntries
-from tests.mover.harness import entries_in
-from tests.mover.stub_tiers import InstantTier
+from nixl_tiers.tiers.base import GONE, EndedMoves, Entry, FinishedBatch, Move, PackedEntries
+from tests.mover.harness import NAMESPACE, entries_in, key_of
+from tests.mover.stub_tiers import InstantTier, StubConfig
 
 
 @pytest.fixture(autouse=True)
@@ -108,24 +114,12 @@ class PublisherRig:
 
 
 class TestIndexPublisher:
-    @pytest.mark.parametrize("batches", [[entries(0, 1), entries(1, 9)], [packed(entries(0, 4)), entries(4, 9)]])
-    def test_a_listing_is_sent_in_columns(self, batches: list[list[Entry] | PackedEntries]) -> None:
-        rig = PublisherRig(ListingTier(*batches))
-        assert rig.run(1.0) == [("columns", entries(0, 9)), ("end", [])]
-        rig.close()
-
     def test_keys_may_have_any_length_and_slots_and_ticks_any_value(self) -> None:
         rows = [Entry(n, key, 1 << 33) for n, key in enumerate([b"\0", b"a" * 112, b"bc\0", b"\xff"])]
         far = Entry(1 << 40, b"far", -1)
         rig = PublisherRig(ListingTier(rows[:1], packed(rows[1:], 120), [far]))
         beyond = Entry((1 << 32) - 1, b"far", 0)  # no slot that any tier has: the core has it deleted
         assert rig.run(1.0) == [("columns", [*rows, beyond]), ("end", [])]
-        rig.close()
-
-    def test_an_idle_listing_sends_what_it_has(self) -> None:
-        pause: list[list[Entry] | PackedEntries] = [[]] * int(2 * IDLE_S / POLL_S)
-        rig = PublisherRig(ListingTier(entries(0, 5), *pause, entries(5, 9)))
-        assert rig.run(4 * IDLE_S) == [("columns", entries(0, 5)), ("columns", entries(5, 9)), ("end", [])]
         rig.close()
 
     def test_a_long_listing_is_sent_in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,23 +133,6 @@ class TestIndexPublisher:
         gone = Entry(GONE, b"gone", 0)
         rig = PublisherRig(ListingTier([*entries(0, 2), gone], entries(2, 3)))
         assert rig.run(1.0) == [("single", [gone]), ("columns", entries(0, 3)), ("end", [])]
-        rig.close()
-
-    def test_upkeep_follows_the_listing_and_what_it_removes_is_sent(self) -> None:
-        tier = ListingTier(entries(0, 2))
-        rounds: list[float] = []
-
-        def maintain(_: ListingTier) -> Iterator[list[Entry]]:
-            rounds.append(rig.now)
-            yield []
-            yield [Entry(GONE, b"%d" % len(rounds), 0)]
-
-        tier.__class__ = type("Maintained", (ListingTier,), {"maintain": maintain, "maintain_s": 5.0})
-        rig = PublisherRig(tier)
-        assert [kind for kind, _ in rig.run(4.0)] == ["columns", "end"]
-        assert rounds == []
-        assert [kind for kind, _ in rig.run(8.0)] == ["single", "single"]
-        assert rounds[1] - rounds[0] == pytest.approx(5.0, abs=4 * POLL_S)
         rig.close()
 
     def test_columns_are_queued_while_the_coordinator_does_not_read_and_nothing_is_listed_meanwhile(self) -> None:
@@ -196,10 +173,6 @@ class TestReading:
         with pytest.raises(Exception, match=r"not a memfd|decode|Expected|malformed|Input|trailing"):
             _read(memoryview(packet), [os.open("/dev/null", os.O_RDONLY)])
 
-    def test_columns_without_a_descriptor_are_an_error(self) -> None:
-        with pytest.raises(ColumnsError, match="no descriptor"):
-            _read(memoryview(encode(ListedColumns(1))), [])
-
 
 def test_packed_entries_are_as_good_as_a_list() -> None:
     rows = [*entries(2, 40), Entry(40, b"a" * 112, 1 << 33), Entry(41, b"bc\0", 3)]
@@ -207,3 +180,67 @@ def test_packed_entries_are_as_good_as_a_list() -> None:
     assert [*packed(rows)[3:5], packed(rows)[-1]] == [*rows[3:5], rows[-1]]
     assert [*PackedEntries.joined([packed(rows[:3], 20), packed(rows[3:])])] == rows
     assert [*PackedEntries.of([])] == []
+
+
+# --- what it reports of the jobs that it runs, and when
+
+OK, FAILED = Outcome.OK, Outcome.FAILED
+GEOMETRY = Geometry(2, 4096, sub_blocks=2)
+
+
+class JobsRig(InstantTier):
+    """A tier whose moves end as the test says, and what is reported of its jobs."""
+
+    def __init__(self, region: HostRegion) -> None:
+        super().__init__(StubConfig(type="stub", stub="InstantTier"), region.geometry, region)
+        self.moves_ended: list[EndedMoves] = []
+        self.sent: list[RowsEnded | Finished] = []
+        self.jobs = RunningJobs(self, region, self.sent.append)
+
+    def ended_moves(self) -> Sequence[EndedMoves]:
+        ended, self.moves_ended = self.moves_ended, []
+        return ended
+
+    def report(self, now: float, *finished: FinishedBatch, **ended: Outcome) -> list[RowsEnded | Finished]:
+        """`ended`: of the first batch, by place."""
+        if ended:
+            self.moves_ended.append(EndedMoves(1, {int(place[1:]): outcome for place, outcome in ended.items()}))
+        self.sent.clear()
+        self.jobs.report(finished, now)
+        return [*self.sent]
+
+
+@pytest.fixture
+def rig() -> Iterator[JobsRig]:
+    with HostRegion.create(GEOMETRY, 8) as region:
+        rig, sealer = JobsRig(region), Sealer(GEOMETRY, NAMESPACE, 0)
+        for row in range(region.rows):
+            sealer.seal(region.rows_view[row], key_of(row), sealed_at=1)
+        rig.jobs.begin(Load(7, [Move(row, row, key_of(row)) for row in (5, 4, 3, 2)]), 10.0)
+        yield rig
+
+
+def test_rows_are_reported_once_a_while_after_they_have_ended(rig: JobsRig) -> None:
+    rig.report(11.0, _1=OK)
+    rig.report(11.01, _3=FAILED)
+    assert rig.report(11.0 + REPORT_S) == [RowsEnded(7, [4, 2], bytes([OK, FAILED]))]
+    assert rig.jobs.report_at_s == math.inf
+    assert rig.report(12.0) == []
+    rig.report(13.0, _0=OK)
+    assert rig.report(13.0 + REPORT_S) == [RowsEnded(7, [5], bytes([OK]))]
+    assert rig.report(14.0, FinishedBatch(1, [OK, OK, OK, FAILED])) == [Finished(7, bytes([OK]), 4.0)]
+
+
+def test_missing_sub_blocks_are_named_by_their_place_in_each_report(rig: JobsRig) -> None:
+    sealer = Sealer(GEOMETRY, NAMESPACE, 0)
+    region = rig.jobs._region
+    for row in (4, 2):
+        sealer.seal(region.rows_view[row], key_of(row), present=GEOMETRY.present(1), sealed_at=1)
+    rig.report(10.0, _0=OK, _1=OK)
+    assert rig.report(11.0) == [RowsEnded(7, [5, 4], bytes([OK, OK]), [(1, 1)])]
+    assert rig.report(12.0, FinishedBatch(1, [OK] * 4)) == [Finished(7, bytes([OK, OK]), 2.0, [(1, 1)])]
+
+
+def test_a_job_with_rows_outside_the_region_is_refused(rig: JobsRig) -> None:
+    with pytest.raises(ValueError, match="outside the region"):
+        rig.jobs.begin(Load(9, [Move(8, 0, b"key")]), 10.0)

@@ -5,16 +5,13 @@ No process, no thread: the coordinator is the other end of a socket pair, and ti
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import msgspec
@@ -261,17 +258,6 @@ class TestOpening:
 
 
 class TestTheMediumFails:
-    def test_it_is_down_and_is_opened_again(self, rig: Rig) -> None:
-        rig.open()
-        rig.tier.poll_raises = TierDown("the disk is gone")
-        rig.turn()
-        assert rig.received() == [Down("the disk is gone", 0)]
-        rig.tier.poll_raises = None
-        rig.turn(RETRY_S[0])
-        rig.opener.run()
-        rig.turns()
-        assert rig.received()[0] == Opened(0, 100)
-
     def test_with_jobs_that_may_still_write_the_process_ends(self, rig: Rig) -> None:
         """Only that rules out that bytes land in rows which the core has given to others."""
         rig.open()
@@ -345,18 +331,6 @@ class TestWhatEndsTheLoop:
         ends = [rig.turn(0.1) for _ in range(3)]
         assert (True in ends) == (beside_loads and isinstance(job, Load))
 
-    def test_stop_waits_for_a_coordinator_that_is_behind(self, rig: Rig) -> None:
-        rig.open()
-        rig.send(CheckExistence(0, [b"key"], chain=False))
-        while not rig.mover.send_queue:
-            rig.mover.send_queue.send(ExistenceChecked(0, [bytes(100)] * 100))
-        rig.mover.receive(Stop())
-        rig.turns(10)
-        assert rig.mover.stopping
-        assert len(rig.received()) > 1
-        assert rig.turn() is None, "what could be sent was sent in this turn"
-        assert rig.turn() is True
-
     @pytest.mark.parametrize("fd", [ENGINE_FD, SIGTERM_FD], ids=["the engine is dead", "SIGTERM"])
     def test_at_once_though_the_socket_is_open_and_jobs_run(self, rig: Rig, fd: int) -> None:
         """As where a forked child of the engine holds the other end."""
@@ -370,15 +344,6 @@ class TestWhatEndsTheLoop:
         rig.open()
         rig.ours.close()
         assert rig.turn() is False
-
-    def test_a_send_to_nobody(self, rig: Rig) -> None:
-        rig.open()
-        rig.tier.holds_back = True
-        rig.send(Store(1, moves(0)))
-        rig.turn()
-        rig.ours.close()
-        rig.tier.holds_back = False
-        assert turn(rig.mover, rig.theirs, set(), [], rig.now) is False
 
     @pytest.mark.parametrize(
         "packet",
@@ -471,30 +436,6 @@ class TestItsExit:
         monkeypatch.setattr(process_module, "time", SimpleNamespace(monotonic=clock, sleep=passes))
         return clock
 
-    @pytest.mark.parametrize("beside_loads", [False, True])
-    @pytest.mark.parametrize("orphaned", [False, True])
-    @pytest.mark.usefixtures("limits", "clock")
-    def test_it_closes_a_tier_that_may_be_closed_beside_a_load_that_does_not_end(
-        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, orphaned: bool, beside_loads: bool
-    ) -> None:
-        monkeypatch.setattr(Tier, "closes_beside_loads", beside_loads)
-        rig.open()
-        rig.tier.holds_back = True
-        rig.send(Load(1, moves(0)))
-        rig.turn()
-        process_module._exit(rig.mover, orphaned=orphaned)
-        assert rig.closed.exists() == beside_loads
-
-    def test_after_stop_what_ends_soon_is_waited_for(self, rig: Rig, limits: list[float], clock: Clock) -> None:
-        """As the deletes of a tier, which belong to no job."""
-        rig.open()
-        began_s = clock.now
-        busy_until_s = began_s + 1.5
-        with mock.patch.object(Tier, "busy", property(lambda _: clock.now < busy_until_s)):
-            process_module._exit(rig.mover, orphaned=False)
-        assert rig.closed.exists()
-        assert 1.5 <= clock.now - began_s < 2.0
-
     def test_an_orphan_finishes_what_ends_soon_and_writes_what_is_pending(
         self, rig: Rig, limits: list[float], clock: Clock
     ) -> None:
@@ -529,117 +470,25 @@ class Exited(BaseException):
     """In place of the end of this process."""
 
 
-class TestItsProcess:
-    @pytest.fixture(autouse=True)
-    def exits(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        statuses: list[int] = []
-
-        def leave(status: int) -> None:
-            statuses.append(status)
-            raise Exited
-
-        monkeypatch.setattr(os, "_exit", leave)
-        monkeypatch.setattr(process_module.sys, "setswitchinterval", lambda _: None)
-        monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-        monkeypatch.setattr(process_module, "marked", lambda _: None)
-        return statuses
-
-    @pytest.mark.parametrize(
-        ("error", "status"), [(None, 0), (ZeroDivisionError("a bug"), 1), (KeyboardInterrupt(), 1)]
-    )
-    def test_it_always_exits_and_an_error_is_logged(
-        self,
-        exits: list[int],
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-        error: BaseException | None,
-        status: int,
-    ) -> None:
-        def run(*_: int) -> None:
-            if error is not None:
-                raise error
-
-        monkeypatch.setattr(process_module, "_run", run)
-        with pytest.raises(Exited):
-            process_module.run(-1, -1, -1, -1)
-        assert exits == [status]
-        assert len(caplog.records) == (error is not None)
-
-    def test_an_error_on_any_thread_of_it_ends_it_with_a_line(
-        self, exits: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A tier whose thread has ended would wait for it for ever."""
-        monkeypatch.setattr(process_module, "_run", lambda *_: None)
-        with pytest.raises(Exited):
-            process_module.run(-1, -1, -1, -1)
-        failed = SimpleNamespace(
-            thread=SimpleNamespace(name="journal"), exc_type=ZeroDivisionError, exc_value=ZeroDivisionError()
-        )
-        with pytest.raises(Exited):
-            threading.excepthook(failed)  # type: ignore[arg-type]
-        assert exits == [0, 1]
-        assert caplog.records[-1].levelno == logging.ERROR
-        assert caplog.records[-1].getMessage() == "the thread journal failed: ZeroDivisionError"
-
-    @pytest.fixture
-    def start(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[list[ToCoordinator], list[Any]]]]:
-        """start(*packets): run a mover that finds these in its socket; what it sends, and the loops that have run."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        region = HostRegion.create(GEOMETRY, 4)
-        loops: list[Any] = []
-        monkeypatch.setattr(process_module.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(process_module, "rearm_watchdog", lambda _: None)
-        monkeypatch.setattr(process_module, "limit_exit", lambda _: None)
-        monkeypatch.setattr(process_module, "_set_up_logging", lambda _: None)
-        monkeypatch.setattr(HostRegion, "map_pages", lambda _: None)  # on threads
-        monkeypatch.setattr(process_module, "run_loop", lambda *given: bool(loops.append(given)) or True)
-
-        def start(*packets: bytes, parent: int = os.getpid()) -> tuple[list[ToCoordinator], list[Any]]:
-            for packet in packets:
-                ours.send(packet)
-            process_module._run(theirs.detach(), os.dup(region.fd), parent)
-            ours.setblocking(False)
-            sent: list[ToCoordinator] = []
-            with suppress(BlockingIOError, ConnectionResetError):  # what it has not read resets the connection
-                while packet := ours.recv(MAX_PACKET):
-                    sent.append(decode_to_coordinator(packet))
-            return sent, loops
-
-        yield start
-        ours.close()
-        region.close()
-
-    @pytest.mark.parametrize("kind", ["nowhere.to.be:Found", "tests.mover.stub_tiers:Missing", "fiel"])
-    def test_a_tier_that_there_is_not_is_refused(
-        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], kind: str
-    ) -> None:
-        sent, loops = start(encode(Configure({"type": kind}, 1, 4096, 1, 4)))
-        assert [type(message) for message in sent] == [Refused]
-        assert kind in sent[0].reason  # type: ignore[union-attr]
-        assert loops == []
-
-    def test_a_first_message_that_configures_nothing_is_an_error(
-        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]]
-    ) -> None:
-        with pytest.raises(msgspec.ValidationError, match="must be Configure, not Open"):
-            start(encode(Open(NAMESPACE, 0)))
-
-    def test_nothing_is_done_for_an_engine_that_is_dead(
-        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def no_process(pid: int) -> int:
-            raise ProcessLookupError(pid)
-
-        monkeypatch.setattr(os, "pidfd_open", no_process)
-        assert start(encode(Configure({"type": "fiel"}, 1, 4096, 1, 4))) == ([], [])
-
-    def test_a_tier_is_loaded_by_name_and_run_until_stop(
-        self, start: Callable[..., tuple[list[ToCoordinator], list[Any]]], tmp_path: Path
-    ) -> None:
-        tier = {"type": "tests.mover.stub_tiers:StubConfig", "stub": "InstantTier", "closed": str(tmp_path / "closed")}
-        _, loops = start(encode(Configure(tier, 1, 4096, 1, 4)))
-        assert len(loops) == 1
-        assert (tmp_path / "closed").exists()
+@pytest.mark.parametrize(("error", "status"), [(None, 0), (ZeroDivisionError("a bug"), 1), (KeyboardInterrupt(), 1)])
+def test_the_process_always_exits_and_an_error_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: int
+) -> None:
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=Exited))
+    monkeypatch.setattr(process_module.sys, "setswitchinterval", lambda _: None)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(process_module, "marked", lambda _: None)
+    monkeypatch.setattr(process_module, "_run", mock.Mock(side_effect=error))
+    with pytest.raises(Exited):
+        process_module.run(-1, -1, -1, -1)
+    os._exit.assert_called_once_with(status)  # type: ignore[attr-defined]
+    assert len(caplog.records) == (error is not None)
+    thread = SimpleNamespace(name="journal")  # a tier whose thread has ended would wait for it for ever
+    failed = SimpleNamespace(thread=thread, exc_type=ZeroDivisionError, exc_value=ZeroDivisionError())
+    with pytest.raises(Exited):
+        threading.excepthook(failed)  # type: ignore[arg-type]
+    os._exit.assert_called_with(1)  # type: ignore[attr-defined]
+    assert caplog.messages[-1] == "the thread journal failed: ZeroDivisionError"
 
 
 def test_a_full_batch_of_entries_fits_a_packet() -> None:

@@ -243,13 +243,6 @@ class TestWhatGetsAMoverKilled:
         assert (deaf.kills, other.kills) == (1, 0)
         assert two.handler.problems == [(0, "its mover is killed: it has closed its socket")]
 
-    def test_no_socket_that_it_has_closed_as_it_exited(self, two: Rig) -> None:
-        """Its memory may be there for longer."""
-        two.alive[0].exit(1, memory_gone=False)
-        two.step()
-        two.step_on(5 * child.HANG_UP_S, but_for=two.alive[0])
-        assert two.handler.ends == []
-
     def test_a_message_that_cannot_be_applied(self, two: Rig) -> None:
         two.handler.fails.append("message")
         two.alive[0].beat()
@@ -412,13 +405,6 @@ class TestRestarts:
         assert len(rig.movers.started) == KILLS_AN_HOUR
         rig.step_on(2.0)
         assert len(rig.movers.started) == KILLS_AN_HOUR + 1
-
-    def test_the_command_of_each_says_which_tier_it_serves(self, two: Rig) -> None:
-        two.alive[1].exit(1)
-        two.step()
-        two.step(BACKOFF_S[0])
-        named = ["--tier tier0 ", "--tier tier1 ", "--tier tier1 "]
-        assert [name in command for name, command in zip(named, two.movers.commands, strict=True)] == [True] * 3
 
     def test_one_that_cannot_be_started_is_tried_again(self, rig: Rig) -> None:
         rig.alive[0].exit(1)

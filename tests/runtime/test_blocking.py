@@ -91,20 +91,6 @@ def test_a_put_or_get_interrupted_at_any_line_leaks_no_row(store: TieredStore) -
     assert host_rows_in_use(store) == 0
 
 
-def test_a_reset_interrupted_at_any_line_is_complete(store: TieredStore) -> None:
-    rows = np.zeros((ROWS // 2, SIZE), np.uint8)
-    line, ends = 0, False
-    while not ends:
-        line += 1
-        assert store.put([b"%d-%d" % (line, n) for n in range(len(rows))], rows) == len(rows)
-        ends = not interrupted_at(line, store.reset)
-        left = host_rows_in_use(store)
-        assert left in {0, len(rows)}, f"half of a reset at line {line}"
-        store.reset()
-        assert host_rows_in_use(store) == 0
-    assert line > 20
-
-
 CALLS: dict[str, Callable[[TieredStore], object]] = {
     "locate": lambda store: store.locate([b"a"] * 200),
     "prefetch": lambda store: store.prefetch([b"a"]),
@@ -125,16 +111,6 @@ def test_a_call_interrupted_at_any_line_lets_other_threads_go_on(
         held = store.coordinator._hold.lock._is_owned()  # type: ignore[union-attr]
         assert not held, f"the core is held for ever after line {line}"
     assert line > 5
-
-
-def test_a_flush_may_be_interrupted(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backlog() -> int:
-        signal.raise_signal(signal.SIGINT)
-        return 1
-
-    monkeypatch.setattr(store.coordinator._core.writeback, "backlog", backlog)
-    with pytest.raises(KeyboardInterrupt):
-        store.flush(120)
 
 
 def test_partly_filled_rows_are_misses(store: TieredStore) -> None:

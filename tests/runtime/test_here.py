@@ -13,7 +13,6 @@ from nixl_tiers.config.file import FileConfig
 from nixl_tiers.config.s3 import S3Config
 from nixl_tiers.config.schema import ConfigError, TiersConfig, load
 from nixl_tiers.runtime import here
-from nixl_tiers.testing.config import MemoryConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 CPU = {"type": "cpu", "capacity": "1MiB"}
@@ -81,25 +80,3 @@ def test_every_field_is_sent_to_the_child_above() -> None:
     for model, kind in ((FileConfig, "file"), (S3Config, "s3")):
         given = {name for tier in EVERY_FIELD if tier["type"] == kind for name in tier}
         assert given == set(model.model_fields), "whoever adds a field adds it there"
-
-
-def test_tier_that_the_child_cannot_load_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = {"type": f"{MemoryConfig.__module__}:MemoryConfig", "capacity": "1MiB"}
-    config = load({"tiers": [CPU, memory, memory, file(tmp_path / "a", max_age="7d"), file(tmp_path / "b")]})
-    (tmp_path / "b").touch()
-    monkeypatch.delattr("nixl_tiers.testing.config.MemoryConfig")
-    with pytest.raises(ConfigError, match=r"^tiers\[4\]\.path: cannot write to"):
-        here.ask(config, starting=True, deadline_s=3.0)
-    (tmp_path / "b").unlink()
-    found = here.ask(config, starting=True, deadline_s=3.0)
-    assert (found.silent, [*found.identities]) == ({}, ["file", "file2"])
-
-
-def test_check_of_others_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(self: MemoryConfig, *, starting: bool) -> None:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(MemoryConfig, "check_here", check)
-    memory = {"type": f"{MemoryConfig.__module__}:MemoryConfig", "capacity": "1MiB"}
-    found = child.look(load({"tiers": [CPU, memory]}), starting=True)
-    assert found.error == f"tiers[1].type: '{memory['type']}' cannot be checked, RuntimeError: no such device"

@@ -1,4 +1,4 @@
-"""What movers report, applied under the coordinator's lock."""
+"""What movers report, applied under the coordinator's lock; what they are configured with; and how its lock is held."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
+from nixl_tiers.config.tier import EnvironmentName
+from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.rows import Row
 from nixl_tiers.core.types import Direction
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused, decode_to_mover, packet_of
+from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
+from nixl_tiers.runtime.tier_log import LINES, STEADY_S, TierLog
+from nixl_tiers.testing.config import MemoryConfig
 from tests.support import inside
-from tests.support.core import all_good
+from tests.support.core import all_good, look_up_key, opened
 from tests.support.file_tier import file_tier
-from tests.support.times import PATIENT
 
 GEOMETRY = Geometry(1, 60_000)
 
@@ -36,6 +39,38 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
         coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4))
     yield coordinator
     coordinator._end()
+
+
+class SecretConfig(MemoryConfig):
+    user_env: EnvironmentName = None
+    password_env: EnvironmentName = None
+
+
+def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
+    tier = {"type": f"{__name__}:SecretConfig", "capacity": "1GiB", "user_env": "KV_A", "password_env": "KV_B"}
+    inner = {"type": "nixl_tiers.testing.config:FaultyConfig", "inner": tier, "plan": {}}
+    cpu = {"type": "cpu", "capacity": 16 * GEOMETRY.row_bytes}
+    config = configuration.load({"tiers": [cpu, tier, inner]})
+    with mock.patch("nixl_tiers.runtime.mover_link.Supervisor") as supervisor:
+        Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 16))._end()
+    configures = supervisor.call_args.args[0]
+    assert [configure.secret_variables for configure in configures] == [["KV_A", "KV_B"]] * 2
+
+
+def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}]})
+    region = HostRegion.create(GEOMETRY, 8)
+    region.ranks.publish_ready(0, 0)
+    coordinator = Coordinator(config, Namespace.of({}), region)
+    given: list[int] = []
+    for number, ready in enumerate((0, 3, 3, 8)):
+        region.ranks.publish_ready(0, ready)
+        request, keys = f"r{number}", [b"%d-%d" % (number, n) for n in range(3)]
+        given += coordinator.prepare_store(request, keys).rows
+        assert len(given) <= ready
+        assert coordinator.counters()["cpu"]["ready_bytes"] == ready * GEOMETRY.row_bytes
+    assert sorted(given) == list(range(6)), "the lowest first"
+    coordinator.close(0.0)
 
 
 def test_next_mover_is_told_the_mount_point(coordinator: Coordinator) -> None:
@@ -92,16 +127,6 @@ def test_mover_whose_existence_checks_are_stuck_is_killed(coordinator: Coordinat
     assert link.on_tick(0.0, [0]).overdue == {}, "the next one may find an answer"
 
 
-def test_movers_are_given_the_times_of_their_engine(tmp_path: Path) -> None:
-    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, file_tier(tmp_path, "16MiB")]})
-    coordinator = Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 4), times=PATIENT)
-    (configure,) = coordinator._link.supervisor._configures
-    packet = packet_of(configure)
-    assert packet is not None
-    assert decode_to_mover(packet).times == PATIENT  # type: ignore[union-attr]
-    coordinator._end()
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_store_after_a_reset_gets_all_rows_whose_jobs_the_workers_have_ended(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, first: bool
@@ -151,19 +176,6 @@ def test_rows_are_demoted_at_exit_in_slices_and_in_prefix_order(
     assert [key for keys in slices for key in keys] == expected
 
 
-def test_an_error_of_a_logging_handler_costs_its_line_only(coordinator: Coordinator) -> None:
-    handler = logging.Handler()
-    logger = logging.getLogger("nixl_tiers")
-    logger.addHandler(handler)
-    try:
-        with mock.patch.object(handler, "emit", side_effect=ZeroDivisionError) as emit:
-            coordinator._link.on_message(0, Down("no disk", 0))
-    finally:
-        logger.removeHandler(handler)
-    assert emit.called
-    assert "no disk" in coordinator.problems()["file"]
-
-
 class _Locks(logging.Handler):
     """Notes the lines that are written with the coordinator's lock held."""
 
@@ -209,3 +221,83 @@ def test_no_line_is_logged_with_the_lock_held(
         logger.removeHandler(handler)
     assert line in " ".join(handler.lines)
     assert not handler.held_up, "the scheduler would wait for whoever reads standard error"
+
+
+@pytest.fixture
+def tier(caplog: pytest.LogCaptureFixture) -> TierLog:
+    caplog.set_level(logging.INFO, "nixl_tiers")
+    return TierLog("s3", "s3://bucket/prefix", "10TiB", logging.getLogger("nixl_tiers.runtime.tier_log").log)
+
+
+def test_a_crash_loop_is_one_outage(tier: TierLog, caplog: pytest.LogCaptureFixture) -> None:
+    """A mover that comes up and dies with its first job, once a minute, for a day."""
+    for minute in range(24 * 60):
+        now = 60.0 * minute
+        tier.down("its mover ended with -6", now)
+        tier.up(now + 1)
+        for second in range(2, 50):
+            tier.watch({}, now + second)
+    assert len(caplog.records) == 3  # down, up again, down again
+    end = 60.0 * 24 * 60
+    tier.watch({}, end + STEADY_S)
+    assert caplog.messages[-1].startswith("nixl_tiers: the s3 tier is up again after")
+
+
+def test_a_restart_loop_does_not_repeat_log_lines(tier: TierLog, caplog: pytest.LogCaptureFixture) -> None:
+    for now in range(50):
+        tier.line(logging.ERROR, "the mover failed | ZeroDivisionError")
+        tier.down("its mover ended with 1", float(now))
+    tier.up(50.0)
+    assert len(caplog.records) == 3
+    tier.line(logging.ERROR, "the mover failed | ZeroDivisionError")
+    assert len(caplog.records) == 4
+    for number in range(3 * LINES):
+        tier.line(logging.INFO, str(number))
+    assert len(tier._lines) == LINES
+
+
+# --- holds of the core: leaving one wakes the supervisor where there is work, and none does more than its share
+
+KEYS = [b"key-%d" % number for number in range(2)]
+
+
+@pytest.fixture
+def holding(coordinator: Coordinator) -> Coordinator:
+    """Its tier is up and holds KEYS."""
+    opened(coordinator._core, 0, 100)
+    coordinator._core.events.listed(0, [(slot, key, 0) for slot, key in enumerate(KEYS)], last=True)
+    coordinator._core.garbage.drop(1 << 20)
+    return coordinator
+
+
+def wakes(holding: Coordinator) -> int:
+    """How often the supervisor was woken up since this was asked last."""
+    supervisor: Any = holding._link.supervisor
+    count: int = supervisor.wake.call_count + supervisor.wake_soon.call_count
+    supervisor.reset_mock()
+    return count
+
+
+def test_end_of_a_step_with_work_wakes_the_supervisor_and_its_look_ups_do_not(holding: Coordinator) -> None:
+    for key in KEYS:
+        with holding.core() as core:
+            assert look_up_key(core, key, "request", None, holding.now()) is Lookup.PENDING
+    assert wakes(holding) == 0, "the supervisor would take the interpreter's lock from the scheduler"
+    with holding.core() as core:
+        core.end_step()
+    assert wakes(holding) == 1
+    with holding.core() as core:
+        core.counters()
+    assert wakes(holding) == 0
+
+
+def test_a_hold_that_raises_lets_go_and_wakes(holding: Coordinator) -> None:
+    def fail() -> None:
+        with holding.core() as core:
+            core.prefetch(KEYS)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert wakes(holding) == 1
+    assert not holding._hold.lock._is_owned()  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from nixl_tiers.base.chunk import Geometry, Key, Namespace, Outcome
 from nixl_tiers.base.times import PRODUCTION
 from nixl_tiers.config import schema as configuration
 from nixl_tiers.core.lookup import Lookup
-from nixl_tiers.core.types import Direction, TierState
+from nixl_tiers.core.types import TierState
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.protocol import (
     Finished,
@@ -259,24 +259,6 @@ class TestAKilledMover:
         assert rig.store.put(KEYS[4:6], np.zeros((2, CHUNK_BYTES), np.uint8)) == 2, "the host goes on"
         assert rig.store.flush(0.0), "what cannot be written is dropped, and nobody waits for it"
 
-    def test_is_replaced_and_what_it_has_stored_are_hits_again(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        rig.begin_load(KEYS[:1])
-        malformed(rig)
-        rig.step()
-        rig.stalls.clear()
-        rig.open_jobs.clear()
-        rig.pass_time(PRODUCTION.restart_backoff_s[0] + 1.0)
-        assert len(rig.movers.started) == 2
-        loads = rig.core.tiers[0].members[0].breakers[Direction.LOAD]
-        assert not loads.closed
-        rig.pass_time(5.0)
-        assert loads.closed, "two probes were good"
-        assert locate(rig.coordinator, KEYS[2:]) == ["file"] * len(KEYS[2:])
-        assert rig.look_up(KEYS[3], "another") is Lookup.PENDING
-        rig.steps()
-        assert rig.look_up(KEYS[3], "another") is Lookup.HIT
-
     def test_that_says_it_has_too_many_slots_is_killed(self, rig: Rig) -> None:
         rig.open()
         too_many_slots(rig)
@@ -357,16 +339,6 @@ class TestBlockingCalls:
 
 
 class TestAReset:
-    def test_nothing_of_before_is_a_hit(self, rig: Rig) -> None:
-        rig.open(KEYS)
-        assert rig.store.put([b"in host memory"], np.zeros((1, CHUNK_BYTES), np.uint8)) == 1
-        rig.coordinator.reset()
-        assert locate(rig.coordinator, [*KEYS, b"in host memory"]) == [None] * 9
-        rig.medium = {}
-        rig.steps()
-        assert rig.coordinator.ready
-        assert locate(rig.coordinator, [*KEYS, b"in host memory"]) == [None] * 9
-
     def test_what_is_listed_late_of_before_is_none(self, rig: Rig) -> None:
         rig.open()
         rig.coordinator.reset()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ TRAPS = ("msgspec", "xxhash", "argparse", "numpy", "nixl_tiers", "sitecustomize"
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-path, python_path, first, last = json.loads(sys.argv[1])
-sys.path[:] = [*first, *sys.path, *last]
+path, python_path = sys.argv[1:]
 import nixl_tiers
 os.environ["PYTHONPATH"] = python_path
 tiers = [{"type": "cpu", "capacity": "1MiB"}, {"type": "file", "path": path, "capacity": "64MiB", "min_free": 0}]
@@ -34,78 +32,30 @@ print(json.dumps([command, nixl_tiers.__file__]))
 """
 
 
-@pytest.fixture
-def trap_dir(tmp_path: Path) -> Path:
-    """A directory with modules that record their import in the file `imported`."""
-    folder = tmp_path / "work"
+@pytest.mark.parametrize("python_path", [":", ".:work"])
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, python_path: str) -> None:
+    """With an editable installation, in an environment that has this one's packages except our own."""
+    folder, imported = tmp_path / "work", tmp_path / "imported"
     folder.mkdir()
     for name in TRAPS:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')\n")
-    return folder
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Callable[..., Path]:
-    """The interpreter of a new environment with this one's packages except our own, which come from the `lines` of a
-    .pth file."""
-
-    def make(*lines: Path) -> Path:
-        home = tmp_path / "environment"
-        venv.create(home, with_pip=False, symlinks=True)
-        site = next((home / "lib").glob("python*/site-packages"))
-        # As plain lines, so that the .pth files of an editable installation there are not processed.
-        others = [path for path in sys.path if path.endswith("site-packages")]
-        (site / "all.pth").write_text("".join(f"{line}\n" for line in [*map(str, lines), *others]))
-        return home / "bin" / "python"
-
-    return make
-
-
-def run_scheduler(
-    python: Path,
-    trap_dir: Path,
-    python_path: str,
-    first: Sequence[Path] = (),
-    last: Sequence[Path] = (),
-) -> tuple[list[str], Path]:
-    """The command line of a mover, and where the scheduler imported our package. `first`, `last` extend its path."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    arguments = json.dumps([str(trap_dir.parent / "kv"), python_path, [*map(str, first)], [*map(str, last)]])
+        (folder / f"{name}.py").write_text(f"open({str(imported)!r}, 'a').write({name!r} + ' ')\n")
+    home = tmp_path / "environment"
+    venv.create(home, with_pip=False, symlinks=True)
+    site = next((home / "lib").glob("python*/site-packages"))
+    # As plain lines, so that the .pth files of an editable installation there are not processed.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "all.pth").write_text("".join(f"{line}\n" for line in [str(ROOT), *others]))
     ended = subprocess.run(
-        [python, "-P", "-c", PROGRAM, arguments],
-        cwd=trap_dir,
-        env=environment,
+        [home / "bin" / "python", "-P", "-c", PROGRAM, str(tmp_path / "kv"), python_path],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
+    assert not imported.exists(), imported.read_text()
     command, package = json.loads(ended.stdout.splitlines()[-1])
-    assert not (trap_dir.parent / "imported").exists(), (trap_dir.parent / "imported").read_text()
-    return command, Path(package).parent
-
-
-@pytest.mark.parametrize("python_path", [":", ".:work"])
-def test_nothing_is_imported_from_the_working_directory(
-    python: Callable[..., Path], trap_dir: Path, python_path: str
-) -> None:
-    """With an editable installation."""
-    command, package = run_scheduler(python(ROOT), trap_dir, python_path)
-    assert package == ROOT / "nixl_tiers"
-    assert str(package / "mover" / "__main__.py") in command
-
-
-def test_nothing_is_imported_from_there_when_only_the_scheduler_finds_the_package(
-    python: Callable[..., Path], trap_dir: Path
-) -> None:
-    run_scheduler(python(), trap_dir, ":", last=[ROOT])
-
-
-def test_the_mover_uses_the_schedulers_copy_when_another_one_is_installed(
-    python: Callable[..., Path], trap_dir: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other" / "nixl_tiers"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise SystemExit('another copy')\n")
-    run_scheduler(python(other.parent), trap_dir, "", first=[ROOT])
+    assert package == str(ROOT / "nixl_tiers" / "__init__.py")
+    assert str(ROOT / "nixl_tiers" / "mover" / "__main__.py") in command

@@ -37,25 +37,6 @@ def stub(name: str, tmp_path: Path, times: Times = PRODUCTION) -> MoverProcess:
     return MoverProcess(tier, GEOMETRY, 8, times=times)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_exception_of_a_tier_is_logged_and_ends_the_process(tmp_path: Path) -> None:
-    with stub("CrashingTier", tmp_path) as mover:
-        mover.open()
-        mover.begin(Store, [Move(0, 0, key_of(0))])
-        assert mover.process.wait(120) == 1
-        log = mover.log()
-        assert "ZeroDivisionError" in log
-        assert all(line.startswith("nixl_tiers mover[") for line in log.splitlines())
-
-
-# --- sockets ----------------------------------------------------------------------------------------------------------
-
-
-# --- exit -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("end", ["sigterm", "hang up", "stop"])
 def test_it_exits_when_asked_and_keeps_stored_rows(tmp_path: Path, end: str) -> None:
     with MoverProcess(file_tier(tmp_path, 16 << 20), GEOMETRY, 8) as mover:

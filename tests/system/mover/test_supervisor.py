@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.memory.address_space import marked
-from nixl_tiers.memory.columns import ListedColumns
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.mover.handler import Turn
 from nixl_tiers.mover.protocol import (
@@ -23,52 +20,24 @@ from nixl_tiers.mover.protocol import (
     Heartbeat,
     Open,
     Opened,
-    ToCoordinator,
 )
 from nixl_tiers.mover.supervisor import IDLE_S, Supervisor
 from tests.mover.harness import NAMESPACE
+from tests.mover.test_supervisor_stepped import Handler
 from tests.support.waiting import until
 
 GEOMETRY = Geometry(1, 60_000)
 
 
-class Recorder:
-    """A handler that records its calls."""
-
+class Recorder(Handler):
     def __init__(self) -> None:
-        self.received: list[ToCoordinator] = []
-        self.problems: list[str] = []
-        self.lines: list[tuple[int, str]] = []
-        self.reaped = 0
+        super().__init__()
         self.turns: list[Turn] = []  # what the next ones return
         self.ticks = 0
 
-    def on_message(self, tier: int, message: ToCoordinator) -> None:
-        self.received.append(message)
-
-    def on_columns(self, tier: int, epoch: int, columns: ListedColumns) -> None:
-        columns.close()
-
-    def on_problem(self, tier: int, reason: str) -> None:
-        self.problems.append(reason)
-
-    def on_log_line(self, tier: int, level: int, text: str) -> None:
-        self.lines.append((level, text))
-
-    def on_killed(self, tier: int) -> None:
-        pass
-
-    def on_reaped(self, tier: int) -> None:
-        self.reaped += 1
-
     def on_tick(self, received_s: float, send_credits: Sequence[int]) -> Turn:
         self.ticks += 1
-        if self.turns:
-            return self.turns.pop(0)
-        return Turn([], {}, IDLE_S)
-
-    def opened(self) -> int:
-        return sum(isinstance(message, Opened) for message in self.received)
+        return self.turns.pop(0) if self.turns else Turn([], {}, IDLE_S)
 
 
 @contextmanager
@@ -82,29 +51,11 @@ def supervised(tmp_path: Path) -> Iterator[tuple[Supervisor, Recorder]]:
     supervisor = Supervisor([Configure(tier, 1, 60_000, 1, 4)], ["tier"], region.fd, recorder, time.monotonic)
     supervisor.start(Open(NAMESPACE, 0))
     try:
-        until(lambda: recorder.opened() == 1, "the movers", 60)
+        until(lambda: any(isinstance(message, Opened) for _, message in recorder.received), "the movers", 60)
         yield supervisor, recorder
     finally:
         supervisor.close(10)
         region.close()
-
-
-def test_a_mover_whose_memory_is_not_gone_is_not_replaced_and_nothing_spins(tmp_path: Path) -> None:
-    """As while a monitor reads its page tables: what it has begun to read may still land in its rows."""
-    with supervised(tmp_path) as (supervisor, recorder):
-        mover = supervisor._movers[0]
-        assert mover is not None
-        other = marked(os.dup(mover.memory.fd))
-        os.kill(mover.process.pid, signal.SIGKILL)
-        until(lambda: mover.lingers, "its end", 60)
-        began, turns = time.monotonic(), supervisor.turns
-        until(lambda: supervisor.turns > turns + 2, "some turns", 60)
-        assert time.monotonic() - began > IDLE_S
-        assert (mover.process.returncode, recorder.reaped) == (-signal.SIGKILL, 0)
-        assert supervisor._movers == [mover]
-        other.close()
-        until(lambda: recorder.opened() > 1, "another mover", 60)
-        assert recorder.reaped == 1
 
 
 def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_secrets(
@@ -123,8 +74,8 @@ def test_a_mover_that_dies_at_its_start_is_logged_with_its_last_lines_without_se
             supervisor.close(10)
         assert len(list(Path("/proc/self/fd").iterdir())) < before
     reason = "its mover ended with 127; its last lines: lib.so: undefined symbol: foo, key ***"
-    assert set(recorder.problems) == {reason}
-    assert (logging.DEBUG, "lib.so: undefined symbol: foo, key ***") in recorder.lines
+    assert set(recorder.problems) == {(0, reason)}
+    assert (0, logging.DEBUG, "lib.so: undefined symbol: foo, key ***") in recorder.lines
 
 
 def test_mover_is_in_the_engines_session_and_not_in_its_process_group(tmp_path: Path) -> None:
@@ -138,7 +89,7 @@ def test_mover_is_in_the_engines_session_and_not_in_its_process_group(tmp_path: 
 
 def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
     def heartbeats(recorder: Recorder) -> int:
-        return sum(isinstance(message, Heartbeat) for message in recorder.received)
+        return sum(isinstance(message, Heartbeat) for _, message in recorder.received)
 
     with supervised(tmp_path) as (supervisor, recorder):
         until(lambda: heartbeats(recorder) >= 2, "it to settle", 60)
@@ -153,24 +104,14 @@ def test_an_idle_supervisor_wakes_up_once_a_heartbeat(tmp_path: Path) -> None:
 FOREVER_S = 1e6
 
 
-@contextmanager
-def pausing(turn: Turn, reports: int = 0) -> Iterator[tuple[Supervisor, Recorder]]:
-    """A supervisor without movers whose first turn is this one. `reports`: what it could read all of the time."""
+def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
     recorder = Recorder()
-    recorder.turns = [turn]
+    recorder.turns = [Turn([], {}, 0.0, pause_s=FOREVER_S)]
     supervisor = Supervisor([], [], -1, recorder, time.monotonic)
-    report = os.eventfd(reports)
+    report = os.eventfd(1)  # it could be read all of the time
     supervisor._epoll.register(report, select.EPOLLIN)
     supervisor.start(Open(NAMESPACE, 0))
     try:
-        yield supervisor, recorder
-    finally:
-        supervisor.close(10)
-        os.close(report)
-
-
-def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
-    with pausing(Turn([], {}, 0.0, pause_s=FOREVER_S), reports=1) as (supervisor, recorder):
         until(lambda: supervisor._pausing, "the pause", 60)
         supervisor.wake_soon()
         with pytest.raises(BlockingIOError):
@@ -178,11 +119,6 @@ def test_a_pause_is_ended_by_a_wake_and_by_nothing_else() -> None:
         assert recorder.ticks == 1
         supervisor.wake()
         until(lambda: recorder.ticks > 1, "the next turn", 60)
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_a_turn_that_may_wait_for_the_end_of_a_pause_waits_no_longer(pause_s: float) -> None:
-    with pausing(Turn([], {}, FOREVER_S, pause_s)) as (supervisor, recorder):
-        until(lambda: recorder.ticks, "the first turn", 60)
-        supervisor.wake_soon()
-        until(lambda: recorder.ticks > 1, "the next turn", 60)
+    finally:
+        supervisor.close(10)
+        os.close(report)

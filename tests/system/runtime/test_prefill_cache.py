@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import pytest
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema
-from nixl_tiers.core.prefill import MIN_SAMPLES
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.prefill_cache import PrefillCache
-from tests.support.waiting import until
 
 GEOMETRY = Geometry(cells=1, cell_payload=8192)
 ONE, OTHER = Namespace.of({"model": 1}), Namespace.of({"model": 2})
@@ -52,22 +49,6 @@ def test_speed_is_known_after_a_restart_of_the_same_model_on_the_same_device(sta
     assert speed(start()) == pytest.approx(learned, rel=0.01)
     assert speed(start(OTHER)) == 0
     assert speed(start(device="another GPU")) == 0
-
-
-def test_engine_that_is_killed_has_kept_its_speed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written while it runs, as soon as a speed is known, since vLLM kills the engine of a server that gets a SIGTERM;
-    and not by the thread that reports steps."""
-    threads: list[str] = []
-    remember = PrefillCache.remember
-    monkeypatch.setattr(
-        PrefillCache, "remember", lambda *a: (threads.append(threading.current_thread().name), remember(*a))[1]
-    )
-    killed = start()
-    learn(killed, MIN_SAMPLES)
-    until(lambda: PrefillCache(ONE, "GPU").recall(), "the samples are kept")
-    assert threads
-    assert threading.current_thread().name not in threads
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [[1, 2]]}', '{"samples": [["a", 1, 1]]}', "\xff"])
