@@ -16,16 +16,12 @@ import pytest
 from botocore.exceptions import ClientError
 
 import nixl_tiers
-from nixl_tiers.base import mounts
-from nixl_tiers.cli import BAD_INPUT, disk_room, main
+from nixl_tiers.cli import disk_room, main
 from nixl_tiers.cli.checks import bucket, directory, machine, probe, tiers
 from nixl_tiers.cli.checks.finding import Finding, Status, advise, ok, warning
 from nixl_tiers.cli.checks.trial import NAME
-from nixl_tiers.config.schema import S3Config, load
-from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.tiers.s3.names import RowNames
-from tests.support.file_tier import file_config, file_tier
-from tests.support.machine import SHMEM_ENABLED, setting
+from nixl_tiers.config.schema import S3Config
+from tests.support.file_tier import file_config
 from tests.support.servers import S3Server
 
 
@@ -81,68 +77,9 @@ def test_advice_on_speed_is_shown_and_is_no_failure(
     assert [each["status"] for each in found["findings"]] == ["ok", *(each.status for each in findings)]
 
 
-def test_cpu_tier_that_does_not_fit_is_broken() -> None:
-    config = load({"tiers": [{"type": "cpu", "capacity": "1PiB"}]})
-    memory = next(machine._memory(config))
-    assert memory.status is Status.BROKEN
-    assert "the region needs 1048576.00 GiB" in memory.text
-
-
-@pytest.mark.parametrize(("free", "status"), [(64 << 20, Status.OK), (62 << 20, Status.WARNING)])
-def test_pool_of_huge_pages_that_is_too_small_is_a_warning(
-    free: int, status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load({"tiers": [{"type": "cpu", "capacity": "64MiB", "huge_pages": "hugetlb"}]})
-    monkeypatch.setattr(machine, "hugetlb_rooms", lambda: [Room("the pool", 1 << 40), Room("the cgroup", free)])
-    (found,) = machine._pages(config)
-    assert found.status is status
-    assert f"{free >> 21} pages of 2 MiB in the pool are free" in found.text
-    assert ("vm.nr_hugepages of at least 32 more" in found.change) == (status is Status.WARNING)
-
-
-@pytest.mark.parametrize("value", ["advise", "never"])
-def test_pages_that_shared_memory_gets_are_found_out(value: str) -> None:
-    with setting(SHMEM_ENABLED, value):
-        (found,) = machine._pages(None)
-    assert f"(shmem_enabled: {value};" in found.text
-    if value == "advise":
-        assert found.status is Status.OK
-    else:
-        assert (found.status, found.details["huge_bytes"]) == (Status.ADVICE, 0)
-        assert "write `advise`" in found.change
-
-
-def test_memory_that_replicas_share_is_to_fit_beside_the_cpu_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its pages are those of whoever stored them."""
-    tiers = [{"type": "cpu", "capacity": "1GiB"}, file_tier(tmp_path, "2GiB", layout="files")]
-    config = load({"tiers": tiers})
-    monkeypatch.setattr(machine, "memory_at", lambda path: "tmpfs" if path == tmp_path else "")
-    for limit, told in ((3 << 30, False), ((3 << 30) - 1, True)):
-        rooms = [Room("the machine", 64 << 30), Room("the memory cgroup /pod", limit, limit)]
-        monkeypatch.setattr(machine, "rooms", lambda rooms=rooms: rooms)
-        found = [each for each in machine._memory(config) if each.name == "shared memory"]
-        assert len(found) == told
-    assert "3 GiB, and the memory cgroup /pod has a limit" in found[0].text
-    monkeypatch.setattr(machine, "rooms", lambda: [Room("the machine", 64 << 30)])
-    monkeypatch.setattr(machine, "_physical_bytes", lambda: 2 << 30)
-    (found, _) = machine._memory(config)
-    assert "and the machine has a limit of 2 GiB" in found.text, "a tmpfs may be larger"
-    monkeypatch.setattr(machine, "memory_at", lambda _: "")
-    assert [each.name for each in machine._memory(config)] == ["memory"]
-
-
 def test_oldest_vllm_is_the_one_that_the_plugin_takes() -> None:
     source = Path(nixl_tiers.__file__).with_name("vllm") / "compat.py"  # not imported: that takes vLLM half a minute
     assert f"OLDEST: Final = {machine.OLDEST_VLLM}\n" in source.read_text()
-
-
-@pytest.mark.parametrize(("release", "status"), [("0.31.9", Status.BROKEN), ("0.32.0", Status.OK)])
-def test_old_vllm_is_broken(release: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "packages_distributions", lambda: {"vllm": ["vllm"]})
-    monkeypatch.setattr(machine, "version", lambda name: release)
-    assert next(machine.examine(None)).status is status
 
 
 @pytest.mark.parametrize(
@@ -167,13 +104,6 @@ def test_other_layout_is_broken(tmp_path: Path) -> None:
     assert named(directory.examine(file_config(tmp_path, "1GiB"), "token"))["layout"].status is Status.BROKEN
 
 
-def test_directory_on_the_root_file_system_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for root, said in ((tmp_path, True), (Path("/proc"), False)):
-        monkeypatch.setattr(mounts, "ROOT", root)
-        found = named(directory.examine(file_config(tmp_path, "1MiB", layout="files", write="off"), "token"))
-        assert ("on the root file system" in found["file system"].text) is said
-
-
 def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,12 +117,6 @@ def test_capacity_beyond_what_others_leave_is_a_warning_with_the_room_that_is_le
         found = next(directory._file_system(file_config(tmp_path, capacity, min_free="5GiB"), tmp_path))
         assert found.status is status
     assert "a capacity of 35 GiB" in found.change
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_directory_that_cannot_be_written_is_broken(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert named(directory.examine(file_config(tmp_path / "kv", "1GiB"), "token"))["directory"].status is Status.BROKEN
 
 
 def test_failing_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,36 +204,3 @@ def test_all_objects_of_a_trial_are_deleted_and_only_those() -> None:
     assert bucket._clean(server, config, "a" * 16) == ""
     assert server.names == others
     assert bucket._clean(Pages([f"{scratch}1"], "AccessDenied"), config, "a" * 16) == "AccessDenied"
-
-
-def test_directory_that_takes_too_long_to_measure_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found of it so far seemed to leave room for a trial."""
-    monkeypatch.setattr(directory, "used_bytes", lambda path: (0, False))
-    monkeypatch.setattr(directory, "_trial", lambda *_: pytest.fail("it may be full"))
-    found = named(directory.examine(file_config(tmp_path, "1GiB"), "token"))
-    assert found[NAME].status is Status.NOT_TRIED
-    assert "might exceed the capacity" in found[NAME].text
-
-
-def test_gpu_direct_storage_is_examined_without_a_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was ignored, and an operator believed that its tiers were examined."""
-    assert main(["doctor", "--gds", str(tmp_path), "tiers.yaml"]) == BAD_INPUT
-    assert capsys.readouterr().err.startswith("nixl-tiers: --gds: examines a directory, and no tier")
-
-
-def test_rows_of_replicas_of_an_older_release_are_named() -> None:
-    """No engine counts, loads or deletes them."""
-
-    class Server:
-        def list_objects_v2(self, **request: Any) -> dict[str, Any]:
-            if "Delimiter" in request:
-                return {"CommonPrefixes": [{"Prefix": f"p/{each}/"} for each in ("0", "1", "ab" * 16, "notes")]}
-            name = RowNames("p/1").name("ab" * 16, b"key") if request["Prefix"] == "p/1/" else "p/0/foreign"
-            return {"Contents": [{"Key": name}]}
-
-    (found,) = bucket._old_rows(Server(), s3_tier("http://127.0.0.1:1", "kv-cache", "p"))
-    assert found.status is Status.WARNING
-    assert "below p/1/" in found.text
-    assert "nixl-tiers purge s3://kv-cache/p/1 --all --yes" in found.change

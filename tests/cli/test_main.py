@@ -1,4 +1,4 @@
-"""`nixl-tiers config FILE` prints a summary, or one sentence with exit code 2."""
+"""`nixl-tiers config`: a summary, or one sentence with exit code 2; its schema, and namespaces that would go cold."""
 
 from __future__ import annotations
 
@@ -6,82 +6,24 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from nixl_tiers import cli
-from nixl_tiers.cli.checks import directory
-from nixl_tiers.cli.checks.finding import Status
-from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfig, load
-from tests.support.file_tier import file_config
+from nixl_tiers.base.manifest import Description, Manifest, salt_digest
+from nixl_tiers.cli.cold_namespaces import why_cold
+from nixl_tiers.cli.config import schema_of
+from nixl_tiers.config.schema import ConfigError, CpuConfig, FileConfig, S3Config, TiersConfig, load
+from nixl_tiers.config.source import ours
 
 
 def write(folder: Path, text: str, name: str = "tiers.yaml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
-
-
-def test_every_set_field_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ca").write_text("")
-    fields: dict[str, dict[str, object]] = {
-        "cpu": {"type": "cpu", "capacity": "64GiB", "huge_pages": "off"},
-        "file": {
-            "type": "file", "path": str(tmp_path), "capacity": "1TiB", "layout": "slabs", "backend": "posix",
-            "write": "on_evict", "max_age": "7d", "min_free": "7%",
-        },
-        "s3": {
-            "type": "s3", "bucket": "kv-cache", "prefix": "p/q", "endpoint": "https://h:9000", "region": "eu-west-9",
-            "capacity": "10TiB", "write": "off", "max_age": "90m",
-            "ca_file": str(tmp_path / "ca"), "profile": None, "credentials_file": str(tmp_path / "ca"),
-        },
-    }  # fmt: skip
-    top: dict[str, object] = {
-        "model_id": "llama@3", "salt": "pepper", "lora_storage": True, "on_reset": "keep", "wait_s": "2m",
-        "probe_s": "300ms", "flush_on_exit_s": "17s", "replicas": 5,
-    }  # fmt: skip
-    shown = _shown(fields, top, capsys)
-    others = {"64GiB": "64 GiB (68719476736 bytes)", "1TiB": "1 TiB (1099511627776 bytes)"}
-    others |= {"10TiB": "10 TiB (10995116277760 bytes)", "True": "true", "None": "none"}
-    for kind, block in {**fields, "all": top}.items():
-        for name in block.keys() - {"type"}:
-            expected = others.get(str(block[name]), str(block[name]))
-            assert shown[kind][name].splitlines()[0] == expected, name
-    assert "credentials" not in shown["s3"]
-
-
-def test_every_relevant_default_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiers: dict[str, dict[str, object]] = {
-        "cpu": {"type": "cpu", "capacity": "64GiB"},
-        "file": {"type": "file", "path": str(tmp_path), "capacity": "1TiB"},
-        "s3": {"type": "s3", "bucket": "kv-cache", "capacity": "10TiB"},
-    }
-    shown = _shown(tiers, {}, capsys)
-    assert "](" not in str(shown), "a link for the docs"
-    for kind, model in (("cpu", CpuConfig), ("file", FileConfig), ("s3", S3Config), ("all", TiersConfig)):
-        for name, field in model.model_fields.items():
-            if not field.is_required():
-                value, meaning = shown[kind][name].split("\n", 1)
-                assert value.startswith("default: "), name
-                assert meaning.strip(), f"{name} has no meaning"
-    for kind, names in {"file": ["max_age"], "s3": ["max_age", "endpoint", "credentials"], "all": ["model_id"]}.items():
-        for name in names:
-            assert shown[kind][name].startswith("default: ")
-
-
-def _shown(
-    tiers: dict[str, dict[str, object]], top: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> dict[str, dict[str, str]]:
-    """What the command prints of each field, by the kind of tier, and of "all": its value, and lines of its meaning."""
-    assert cli.main(["config", json.dumps({"tiers": list(tiers.values()), **top})]) == 0
-    blocks = capsys.readouterr().out.split("\n\n")
-    heads = {"cpu": "tiers[0] cpu: 64 GiB", "file": "tiers[1] file: 1 TiB", "s3": "tiers[2] s3: 10 TiB", "all": "all t"}
-    shown = {}
-    for kind, head in heads.items():
-        lines = next(block for block in blocks if block.startswith(head)).splitlines()[1:]
-        fields = re.findall(r"^  (\w+) +(.*(?:\n {6}.*)*)", "\n".join(lines), re.MULTILINE)
-        shown[kind] = dict(fields)
-    return shown
 
 
 def test_file_for_another_machine_is_checked_without_looking_at_this_one(
@@ -100,23 +42,6 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     assert re.findall(r"^warning: (\S+)", shown, re.MULTILINE) == ["tiers[0].capacity:"]
     file.write_text(text.replace("1TiB", "1TB/s"))
     assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
-
-
-def test_capacity_that_the_file_system_cannot_hold_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The doctor says the same."""
-    file = write(
-        tmp_path, f"tiers: [{{type: cpu, capacity: 64Mi}}, {{type: file, path: {tmp_path}/kv, capacity: 1Ei}}]"
-    )
-    assert cli.main(["config", str(file), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["valid"] is True
-    (warning,) = answer["warnings"]
-    assert warning.startswith("tiers[1].capacity: 1 EiB do not fit: ")
-    (finding,) = directory._file_system(file_config(tmp_path / "kv", "1EiB"), tmp_path)
-    assert finding.status is Status.WARNING
-    assert finding.change.partition("of")[0] in warning
 
 
 @pytest.mark.parametrize(
@@ -177,3 +102,126 @@ def test_command_that_starts_vllm_has_the_same_configuration(
 def test_command_line_without_tiers_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--", *words]) == cli.BAD_INPUT
     assert capsys.readouterr().err.startswith("nixl-tiers: --kv-transfer-config: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["nonsense"], ""),
+        (["config"], ""),
+        (["doctor", "--nonsense"], ""),
+        (["inspect"], "give a PATH"),
+        (["inspect", "{}/none"], "does not exist: an engine makes it"),
+        (["inspect", "--verify", "{}"], "was never a file tier's path"),
+        (["inspect", "s3://no"], "s3://no: "),
+        (["inspect", "{}", "--endpoint", "http://127.0.0.1:1"], "--endpoint: is for s3"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    given: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([text.format(tmp_path) for text in given]) == cli.BAD_INPUT
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("nixl-tiers: ")
+    assert sentence in output.err
+    assert output.err.count("\n") == 1
+
+
+# --- namespaces that would go cold
+
+OLD = Manifest("a" * 32, Description("my/model", vllm="0.32.0"), 4096, last_used=1_700_000_000)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "salt", "vllm", "why"),
+    [
+        (OLD, "", "0.32.1+cpu", ""),
+        (OLD, "", "0.33.0", "vLLM 0.32 wrote it, and 0.33 may arrange a page of KV cache otherwise"),
+        (OLD, "", "0.31.0", "vLLM 0.32 wrote it, and 0.31 may arrange a page of KV cache otherwise"),
+        (OLD, "", "", ""),
+        (OLD, "pepper", "0.32.0", "it has another salt"),
+        (Manifest("b" * 32, Description(vllm="0.32.0", salt=salt_digest("pepper")), 4096), "pepper", "0.32.0", ""),
+        (
+            Manifest("b" * 32, Description(vllm="0.32.0", salt=salt_digest("pepper")), 4096),
+            "",
+            "",
+            "it has another salt",
+        ),
+        (Manifest("c" * 32, Description("a store"), 4096), "", "0.33.0", ""),
+        (Manifest("d" * 32, Description(vllm="0.32.0"), 4096, epoch=2), "", "0.32.0", "its engine was reset after it"),
+    ],
+)
+def test_reason_is_the_fact_that_differs(manifest: Manifest, salt: str, vllm: str, why: str) -> None:
+    found = why_cold(manifest, salt, vllm)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+
+
+# --- the schema: documented configurations agree with it, and what `load` refuses for its fields does not
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(?:yaml|json)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CPU = {"type": "cpu", "capacity": "1GiB"}
+FILE = {"type": "file", "path": "/mnt/kv", "capacity": 1 << 30}
+
+
+def documented() -> list[Any]:
+    """Configurations, and single tiers as such behind a cpu tier."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for block in BLOCK.findall(page.read_text()):
+            read = yaml.safe_load(block)
+            if isinstance(read, list) and all(isinstance(each, dict) and "type" in each for each in read):
+                found.append({"tiers": [CPU, *read]})
+            elif isinstance(read, dict) and ("tiers" in read or "kv_connector" in read):
+                found.append(ours(read))
+    return found
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    schema = schema_of()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_every_documented_configuration_agrees(validator: jsonschema.Draft202012Validator) -> None:
+    found = documented()
+    assert len(found) >= 10
+    for each in found:
+        validator.validate(each)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tiers": CPU},
+        {"tiers": [CPU], "wait": 1},
+        {"tiers": [CPU], "wait_s": 3601},
+        {"tiers": [CPU], "wait_s": 0},
+        {"tiers": [CPU], "replicas": "2"},
+        {"tiers": [CPU], "on_reset": "no"},
+        {"tiers": [CPU | {"capacity": [1]}]},
+        {"tiers": [{"type": "cpu"}]},
+        {"tiers": [CPU, FILE | {"pth": "/mnt"}]},
+        {"tiers": [CPU, FILE | {"write": "sometimes"}]},
+        {"tiers": [CPU, FILE | {"movers": 1}]},
+        {"tiers": [CPU, {"type": "s3", "capacity": "1GiB"}]},
+        {"tiers": [CPU], "quotas": {"*": {"share": 20}}},
+    ],
+)
+def test_what_is_refused_for_its_fields_disagrees(given: Any, validator: jsonschema.Draft202012Validator) -> None:
+    with pytest.raises(ConfigError):
+        load(given)
+    assert not validator.is_valid(given)
+
+
+def test_every_field_is_there_with_its_meaning() -> None:
+    schema = schema_of()
+    parts = {"": schema, **schema["$defs"]}
+    for model in (TiersConfig, CpuConfig, FileConfig, S3Config):
+        declared = parts["" if model is TiersConfig else model.__name__]["properties"]
+        assert set(declared) == set(model.model_fields)
+        assert all(each["description"] for each in declared.values())

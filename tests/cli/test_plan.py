@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.kv_bytes import Kv, kv_of
 from nixl_tiers.cli import BAD_INPUT, OK, main
-from nixl_tiers.cli.checks import tiers, trial
-from nixl_tiers.cli.checks.finding import Finding, broken, not_tried, ok
+from nixl_tiers.cli.checks import tiers
+from nixl_tiers.cli.checks.finding import ok
 from nixl_tiers.cli.checks.trial import NAME
 from nixl_tiers.cli.plan import Plan
 from tests.support.file_tier import file_tier
@@ -81,25 +80,6 @@ def test_ranks_and_types(
     assert (found["bytes_per_token"], found["rank_bytes_per_token"], found["row_bytes"]) == sizes
 
 
-def test_row_of_the_guides_70b_example() -> None:
-    """docs/guide/sizing.md, "How much of each"."""
-    made = Plan(Kv(80, 0, 0, 8, 512), ranks=8, chunk=64, prefill=0)
-    assert made.row.row_bytes == 20_975_616
-    assert made.tokens([512 << 30]) == 26_209 * 64
-
-
-def test_windows_have_a_row_for_each_group(answer: Callable[..., dict[str, Any]]) -> None:
-    found = answer(GEMMA, "--prefill", "100000")
-    assert (found["bytes_per_token"], found["windowed_bytes_per_token"], found["window"]) == (1536, 1280, 512)
-    assert (found["chunk_tokens"], found["rows_per_chunk"], found["row_bytes"]) == (16, 6, 8192)
-    nbytes = 256 * 7000 + 1280 * 512  # in the 70 ms that computing takes, less those of one step
-    assert found["break_even_bytes_per_s"] == {
-        "long_prompts": 25_600_000,
-        "prompts_of_7000_tokens": pytest.approx(nbytes / 0.03),
-    }
-    assert found["tiers"][0]["tokens"] == (64 << 30) // 8192 // 6 * 16
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -124,28 +104,6 @@ def test_what_is_not_known_is_one_sentence_and_no_number(
     assert why in output.err
     assert "take it from the log" in output.err
     assert output.err.count("\n") == 1
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub" / "models--an-owner--a-model"
-
-
-def test_hub_model_is_that_of_the_default_branch(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(hub / "snapshots", LLAMA_8B, "new")
-    saved(hub / "snapshots", {**LLAMA_8B, "num_hidden_layers": 1}, "old")
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("new")
-    assert main(["plan", "an-owner/a-model"]) == OK
-    assert capsys.readouterr().out.startswith("131,072 bytes")
-
-
-def test_quantisation_in_a_file_of_its_own_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = saved(tmp_path, LLAMA_8B)
-    Path(model, "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
-    assert main(["plan", f"{model}/config.json"]) == OK
-    assert capsys.readouterr().out.startswith("65,536 bytes")
 
 
 # --- tiers ------------------------------------------------------------------------------------------------------------
@@ -201,23 +159,6 @@ def configured(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def test_rates_of_drives_add_up(
-    answer: Callable[..., dict[str, Any]],
-    configured: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        tiers,
-        "examine",
-        lambda *given, **_: iter([ok(NAME, "", read_bytes_per_s=10**9, reads_bytes_per_s=[10**9] * 5)]),
-    )
-    drives = configured(path=[str(tmp_path / "a"), str(tmp_path / "b")])
-    _, disk = answer(LLAMA_8B, drives, "--prefill", "10000")["tiers"]
-    assert disk["verdict"] == "2.0 GB/s is above 1.4: hits are loaded"
-    assert disk["tokens"] == 2 * ((1 << 29) // (8_388_608 + 4096)) * 64
-
-
 def test_replicas_share_a_disk(
     answer: Callable[..., dict[str, Any]], configured: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,31 +170,3 @@ def test_replicas_share_a_disk(
     _, disk = answer(LLAMA_8B, str(file), "--prefill", "14300")["tiers"]
     assert disk["verdict"] == "for each of 8 replicas 0.26 GB/s is below 1.9: this disk will not be loaded from"
     assert disk["read_bytes_per_s"] == 2_100_000_000
-
-
-@pytest.mark.parametrize(
-    ("findings", "verdict"),
-    [
-        ([ok("file system", "ext4"), not_tried(NAME, "an engine uses it")], "not tried: an engine uses it"),
-        ([broken("directory", "is not there")], "broken: is not there"),
-        ([ok("file system", "ext4"), broken("examination", "did not return")], "broken: did not return"),
-    ],
-)
-def test_tier_that_could_not_be_tried_says_why(
-    findings: list[Finding],
-    verdict: str,
-    answer: Callable[..., dict[str, Any]],
-    configured: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tiers, "examine", lambda *given, **_: iter(findings))
-    _, disk = answer(LLAMA_8B, configured(), "--prefill", "10000")["tiers"]
-    assert (disk["verdict"], disk["read_bytes_per_s"]) == (verdict, None)
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "at_least", "rows"),
-    [(1 << 20, 64, 64), (8 << 20, 64, 31), (1 << 16, 64, 963), (4096, 64, 1024), (20 << 20, 16, 12), (1 << 29, 64, 1)],
-)
-def test_rows_of_a_trial(row_bytes: int, at_least: int, rows: int) -> None:
-    assert trial.rows_of(Geometry(1, row_bytes), at_least) == rows

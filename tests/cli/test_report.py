@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nixl_tiers.base.metrics import METRICS
-from nixl_tiers.cli import BAD_INPUT, FAILED, OK, main, report
+from nixl_tiers.cli import FAILED, OK, main, report
 from nixl_tiers.cli.report import Scrapes
 from nixl_tiers.cli.tally import BY_TIER, GAUGES, NEW, Tally
 
@@ -140,54 +140,6 @@ def test_state_of_a_tier_is_said(
     assert "cpu up 6 GiB of 8 GiB 60,000 44.1% 0" in lines
 
 
-def test_report_says_what_was_not_written_which_movers_exited_and_what_is_wrong(
-    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It answers what the log does: nobody who runs eight engines reads eight logs."""
-    monkeypatch.setitem(GAUGES_OF_S3, "up", 0)
-    s3 = f'{LABELS},tier="s3"'
-    more = [
-        f'nixl_tiers:drops_total{{{s3},reason="unreachable"}} 7000',
-        f'nixl_tiers:drops_total{{{s3},reason="slow"}} 0',
-        f"nixl_tiers:mover_exits_total{{{s3}}} 3",
-        f"nixl_tiers:mover_kills_total{{{s3}}} 1",
-        f'nixl_tiers:problem{{{s3},problem="http://s:1 does not answer"}} 1',
-        f'nixl_tiers:problem{{{s3},problem="there is no bucket"}} 0',
-    ]
-    urls = [serve(page() + "\n".join(more) + "\n") for _ in range(2)]
-    assert main(["report", *urls]) == OK
-    lines = said(capsys)
-    assert "s3 down 1 TiB of 2 TiB 8,000 5.9% 6, 2 killed" in lines
-    assert f"s3 at {urls[0]}, {urls[1]}: http://s:1 does not answer" in lines
-    assert not any("there is no bucket" in line for line in lines), "it was, and is no more"
-    meant = "the tier was down, or its circuit for stores not closed, or nobody answered"
-    assert lines[-2:] == ["chunks not written tier because", f"14,000 s3 {meant}"]
-    assert main(["report", "--json", *urls]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert found["not_written"] == [{"reason": "unreachable", "tier": "s3", "chunks": 14_000}]
-    assert found["tiers"]["s3"]["mover_exits"] == 6
-    assert {each["problem"] for each in found["state"] if each["tier"] == "s3"} == {"http://s:1 does not answer"}
-
-
-def test_servers_are_added_up_and_an_address_may_be_short(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    urls = [serve(page()), serve(page(2)).removeprefix("http://"), serve(page(3)) + "/metrics"]
-    assert main(["report", "--json", *urls]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert found["total"]["tokens"] == 6 * 34_000
-    assert found["tiers"]["s3"] == {
-        "tokens": 24_000,
-        "saved_first_token_s": 12.0,
-        "saved_prefill_s": 60.0,
-        "lost_slower_s": 6.0,
-        "lost_vain_s": 15.0,
-        "mover_exits": 0.0,
-        "mover_kills": 0.0,
-        "hit_rate": 24_000 / (6 * 68_000),
-    }
-    assert (found["hit_rate"], found["prompt_tokens"], found["own_hit_tokens"]) == (0.5, 6 * 68_000, 6 * 6_800)
-    assert found["misses"][0] == {"reason": "evicted", "tier": "s3", "chunks": 450}
-
-
 def test_every_name_of_a_metric_that_is_read_exists() -> None:
     """Or a renamed metric would be reported as 0."""
     for name, reason in BY_TIER.values():
@@ -232,44 +184,6 @@ def test_report_since_an_earlier_one(serve: Serve, capsys: pytest.CaptureFixture
     ]
 
 
-@pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"time": 1, "servers": {"u": [[1]]}}', "[]"])
-def test_what_is_no_earlier_report_is_one_sentence(
-    text: str | None, serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "before.json"
-    if text is not None:
-        file.write_text(text)
-    assert main(["report", "--since", str(file), serve(page())]) == BAD_INPUT
-    output = capsys.readouterr()
-    assert (output.out, output.err.count("\n")) == ("", 1)
-    assert output.err.startswith(f"nixl-tiers: --since: {file} ")
-
-
-def test_watch_says_what_was_counted_in_between(
-    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of a server that has not answered for a while."""
-    steady, slow = serve(page(), page(2)), serve(page(), "", page(3))
-    said_by_then: list[list[str]] = []
-
-    def pause(seconds: float) -> None:
-        assert seconds == 2.5
-        said_by_then.append(said(capsys))
-        if len(said_by_then) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("nixl_tiers.cli.report.sleep", pause)
-    assert main(["report", "--watch", "2.5", steady, slow]) == OK, "they answered at last"
-    heads = [lines[1].partition(" tokens")[0] for lines in said_by_then]
-    assert heads == [
-        "since start: 68,000",
-        "in the last 2.5 s: 34,000",
-        "in the last 2.5 s: 68,000",
-        "in the last 2.5 s: 0",
-    ]
-    assert said_by_then[3][0] == "hit rate: no prompts"
-
-
 @pytest.mark.parametrize(
     ("text", "status", "sentence"),
     [
@@ -288,12 +202,6 @@ def test_other_servers_are_one_sentence(
     assert output.err.startswith("nixl-tiers: http://s0:8000 ")
     assert sentence in output.err
     assert output.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("given", ["ftp://server", "http://", "", "http://host:port"])
-def test_what_is_no_address_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", given]) in (BAD_INPUT, FAILED)
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def server(tokens: int, started_s: float) -> Tally:

@@ -46,25 +46,6 @@ def no_leaks() -> Iterator[None]:
     assert "nixl_tiers_listing" not in Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 1000])
-def test_rows_arrive_as_they_were_written(count: int) -> None:
-    attached = ListedColumns.attach(columns(count))
-    assert (attached.count, attached.width) == (count, WIDTH)
-    assert list(struct.unpack(f"<{count}I", attached.slots)) == list(range(count))
-    assert list(struct.unpack(f"<{count}Q", attached.ticks)) == [10 * number for number in range(count)]
-    assert bytes(attached.records) == b"".join(b"\x08" + number.to_bytes(8, "little") for number in range(count))
-    attached.close()
-    attached.close()
-
-
-def test_nobody_can_change_them_any_more() -> None:
-    fd = os.dup(kept := columns(3))
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 100)
-    os.close(fd)
-    os.close(kept)
-
-
 def test_what_is_no_memfd_is_refused() -> None:
     with pytest.raises(ColumnsError, match="is not a memfd"):
         ListedColumns.attach(os.open("/dev/null", os.O_RDONLY))

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
 from nixl_tiers.base import native
@@ -110,11 +108,3 @@ def test_digests_are_those_of_the_copy_though_the_source_changes_in_between(monk
     monkeypatch.setattr(module, "xxh3_64_digest", scribble_and_digest)
     digests = hash_copy(target, source, 1024)
     assert digests == b"".join(xxh3_64_digest(target[at : at + 1024].tobytes()) for at in range(0, len(target), 1024))
-
-
-@settings(max_examples=60, deadline=None)
-@given(nbytes=st.integers(0, 300_000), piece_log2=st.sampled_from([10, 11, 16, 18, 40]))
-def test_any_length_and_piece(library: ctypes.CDLL, nbytes: int, piece_log2: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_library", lambda: library)
-        check(nbytes, 1 << piece_log2)

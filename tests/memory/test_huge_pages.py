@@ -1,19 +1,17 @@
-"""Huge pages under the region: what is asked for, what the kernel gave, and that too few of them never break it."""
+"""What memory is left for a region, of small and of huge pages, and that too few huge ones never break it."""
 
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
 
-from nixl_tiers.base.chunk import PAGE, Geometry
+from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
-from nixl_tiers.memory.cgroup import Room
-from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, advice, hugetlb_rooms, transparent_bytes
+from nixl_tiers.memory.cgroup import Room, rooms, shortage
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES, hugetlb_rooms
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.memory.region_layout import Layout
 from tests.support.machine import NR_HUGEPAGES, setting, tree
 
 GEOMETRY = Geometry(cells=1, cell_payload=1 << 20)
@@ -74,56 +72,35 @@ def test_hugetlb_limits_of_every_cgroup_count(tmp_path: Path) -> None:
     ]
 
 
-def test_hugetlb_limits_of_cgroups_v1_count(tmp_path: Path) -> None:
-    base = "sys/fs/cgroup/hugetlb/a"
+def test_cgroup_v2_counts_every_parent_and_reclaimable_memory(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup"
     root = tree(tmp_path, {
-        "proc/self/cgroup": "5:memory:/b\n4:hugetlb:/a\n0::/",
-        f"{base}/hugetlb.2MB.limit_in_bytes": GiB,
-        f"{base}/hugetlb.2MB.usage_in_bytes": GiB // 4,
-        f"{base}/hugetlb.2MB.rsvd.limit_in_bytes": 9223372036854771712,
-        f"{base}/hugetlb.2MB.rsvd.usage_in_bytes": 0,
+        "proc/self/cgroup": "0::/pods/engine",
+        f"{base}/memory.stat": "inactive_file 5",
+        f"{base}/pods/memory.max": 40 * GiB,
+        f"{base}/pods/memory.current": 30 * GiB,
+        f"{base}/pods/memory.stat": f"anon {20 * GiB}\nshmem {GiB}\nactive_file {2 * GiB}\ninactive_file {3 * GiB}\n"
+                                    f"slab_reclaimable {GiB}",
+        f"{base}/pods/engine/memory.max": "max",
+        f"{base}/pods/engine/memory.current": 10 * GiB,
+        "proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 1024 kB\nHugePages_Total: 0",
     })  # fmt: skip
-    assert hugetlb_rooms(root)[1:] == [Room("hugetlb.2MB of the cgroup /a", 3 * GiB // 4, GiB)]
+    assert rooms(root) == [
+        Room("the memory cgroup /pods", 16 * GiB, 40 * GiB),
+        Room("the machine", 1 << 20),
+    ]
 
 
-def test_memfd_is_not_in_a_pool_because_its_block_size_is_2_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel reports it with `shmem_enabled` = `always`: for those who may not set it."""
-    fstat = os.fstat
-
-    def as_with_always(fd: int) -> os.stat_result:
-        status = fstat(fd)
-        return os.stat_result(tuple(status), {"st_blksize": HUGE_PAGE_BYTES})
-
-    monkeypatch.setattr(os, "fstat", as_with_always)
-    with HostRegion.create(GEOMETRY, ROWS) as made, HostRegion.attach(os.dup(made.fd)) as other:
-        assert other.nbytes == made.nbytes
+@pytest.mark.parametrize("path", ["/docker/0123abcd", "/../other", "/"])
+def test_a_container_sees_its_own_cgroup_as_the_root(path: str, tmp_path: Path) -> None:
+    root = tree(tmp_path, {
+        "proc/self/cgroup": f"0::{path}",
+        "sys/fs/cgroup/memory.max": 2 * GiB,
+        "sys/fs/cgroup/memory.current": GiB,
+    })  # fmt: skip
+    assert rooms(root) == [Room("the memory cgroup /", GiB, 2 * GiB)]
 
 
-def test_smaps_count_for_all_parts_of_the_mapping_at_the_address_and_for_no_other(tmp_path: Path) -> None:
-    """Parts: as after `mbind` of the rows, which are not the whole mapping."""
-    smaps = tmp_path / "smaps"
-    smaps.write_text(
-        "1000-2000 rw-s 00000000 00:01 1 /memfd:a (deleted)\nSize: 4 kB\nShmemPmdMapped:  2048 kB\n"
-        "2000-4000 rw-s 00001000 00:01 1 /memfd:a (deleted)\nShmemPmdMapped:  8192 kB\nVmFlags: rd wr\n"
-        "4000-5000 rw-s 00000000 00:01 1 /memfd:b (deleted)\nShmemPmdMapped:  4096 kB\n"
-    )
-    mappings = [(0x1000, 0x3000), (0x2000, 0x2000), (0x3000, 0x1000), (0x4000, 0x1000)]
-    assert [transparent_bytes(*mapping, smaps) for mapping in mappings] == [10 << 20, 8 << 20, 0, 4 << 20]
-    assert transparent_bytes(0x1000, 0x1000, tmp_path / "none") == 0
-
-
-def test_advice_names_the_setting_and_what_it_brings(tmp_path: Path) -> None:
-    file = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    root = tree(tmp_path, {file: "always within_size advise [never] deny force"})
-    assert "(it is `never`)" in advice(root)
-    tree(root, {file: "always within_size [advise] never deny force"})
-    assert not advice(root)
-    assert "hugetlb" in advice(tmp_path / "none")
-    assert "no staging buffer" in advice(tmp_path / "none")
-
-
-def test_rows_are_at_the_same_place_with_and_without() -> None:
-    small, huge = (Layout(GEOMETRY, ROWS, GEOMETRY.cells, hugetlb=hugetlb) for hugetlb in (False, True))
-    assert (small.rows, huge.total % HUGE_PAGE_BYTES) == (huge.rows, 0)
-    assert 0 <= huge.total - small.total < HUGE_PAGE_BYTES
-    assert small.total % PAGE == 0
+def test_unreadable_files_are_no_bound(tmp_path: Path) -> None:
+    assert rooms(tmp_path) == []
+    assert shortage(1 << 60, []) is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.control_words import MAX_MISSING
 from nixl_tiers.memory.cgroup import Room
 from nixl_tiers.memory.memfd import CHECK
-from nixl_tiers.memory.region import STEPS_KEPT, HostRegion
+from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import HEADER, RegionError
 from tests.support.control_words import mark_partial
 
@@ -53,21 +51,6 @@ def memfd(contents: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 def image(of: HostRegion) -> bytes:
     return os.pread(of.fd, os.fstat(of.fd).st_size, 0)
-
-
-def test_it_is_as_large_as_its_rows_and_aligned_for_direct_io(made: HostRegion) -> None:
-    assert made.nbytes == ROWS * GEOMETRY.row_bytes
-    assert made.rows_view.shape == (ROWS, GEOMETRY.row_bytes)
-    assert made.rows_view.dtype == np.uint8
-    assert made.rows_view.flags.c_contiguous
-    assert made.rows_view.flags.writeable
-    assert made.address == made.rows_view.ctypes.data
-    assert made.address % PAGE == 0
-    assert not made.rows_view.any()
-    offset = os.fstat(made.fd).st_size - made.nbytes
-    assert offset % (2 * MiB) == 0
-    made.rows_view[ROWS - 1, -1] = 77
-    assert os.pread(made.fd, 1, os.fstat(made.fd).st_size - 1) == b"M"
 
 
 def test_its_size_cannot_change_and_its_descriptor_is_not_inherited(made: HostRegion) -> None:
@@ -166,25 +149,6 @@ def test_an_impossible_size_is_refused_in_a_sentence() -> None:
     assert descriptors() <= before
 
 
-def test_a_kernel_without_noexec_seals_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.memfd_create
-
-    def old_kernel(name: str, flags: int) -> int:
-        if flags & 8:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(name, flags)
-
-    monkeypatch.setattr(os, "memfd_create", old_kernel)
-    HostRegion.create(GEOMETRY, ROWS).close()
-
-    def no_memfd(name: str, flags: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "memfd_create", no_memfd)
-    with pytest.raises(RegionError, match="no memfd for the region: Too many open files"):
-        HostRegion.create(GEOMETRY, ROWS)
-
-
 def test_a_row_is_written_when_every_cell_has_that_store_seq(made: HostRegion) -> None:
     rows = np.array([4, 1, 2])
     assert not made.written(rows, 0).any()
@@ -209,33 +173,6 @@ def test_a_late_word_of_an_old_job_is_never_taken_for_the_new_one(made: HostRegi
     assert made.written([0, 1], 8).tolist() == [False, False]
 
 
-def test_an_incomplete_row_is_neither_written_nor_failed(made: HostRegion) -> None:
-    rows = np.array([4, 1, 2])
-    for cell in range(2):
-        made.mark(rows, cell, 7, ok=True)
-    assert not made.copied(rows, 7).any()
-    mark_partial(made, [4], 2, 7, 1, whole=False)
-    made.mark([1], 2, 7, ok=False)
-    made.mark([2], 2, 7, ok=True)
-    assert made.written(rows, 7).tolist() == [False, False, True]
-    assert made.copied(rows, 7).tolist() == [True, False, True]
-    assert not made.copied(rows, 8).any()
-
-
-def test_store_seqs_of_40_bits_are_kept_apart_and_larger_ones_refused(made: HostRegion) -> None:
-    largest = (1 << 40) - 1
-    for cell in range(3):
-        made.mark([0], cell, largest, ok=True)
-    assert made.written([0], largest).tolist() == [True]
-    assert made.written([0], largest - 1).tolist() == [False]
-    with pytest.raises(OverflowError):
-        made.mark([0], 0, 1 << 40, ok=True)
-    with pytest.raises(IndexError):
-        made.mark([0], 3, 1, ok=True)
-    with pytest.raises(IndexError):
-        made.mark([ROWS], 0, 1, ok=True)
-
-
 def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
     for cell, missing in enumerate((0, 2, 1)):
         mark_partial(made, [0], cell, 5, missing)
@@ -246,26 +183,6 @@ def test_a_row_lacks_what_any_of_its_cells_lacks(made: HostRegion) -> None:
     assert made.written([0], 5).all()
     assert made.missing([0]).tolist() == [MAX_MISSING]
     assert made.missing(np.array([], np.int64)).tolist() == []
-
-
-def test_the_digest_of_a_ranks_layers_is_seen_beside_all_else_that_it_publishes(made: HostRegion) -> None:
-    assert made.ranks.layers == [bytes(16)] * 3
-    made.ranks.publish(1, b"a" * 16, "x" * 400)
-    made.ranks.publish_weights(1, changing=True)
-    made.ranks.publish_layers(1, b"l" * 16)
-    made.ranks.publish_ready(1, 5)
-    made.ranks.publish_touched(1, 2)
-    assert made.ranks.layers == [bytes(16), b"l" * 16, bytes(16)]
-    assert (made.ranks.published()[1], made.ranks.weights) == ((b"a" * 16, "x" * 400), (0, 1, 0))
-
-
-def test_the_models_names_are_kept_apart_from_the_fingerprints(made: HostRegion) -> None:
-    assert made.ranks.model == ("", "")
-    made.ranks.publish_model("served", "0123abcd")
-    assert made.ranks.model == ("served", "0123abcd")
-    made.ranks.publish_model("n" * 400, "0123abcd")
-    assert made.ranks.model == ("", ""), "half a name would be another one"
-    assert made.ranks.published() == [None] * 3
 
 
 def test_a_half_written_fingerprint_is_not_read(made: HostRegion) -> None:
@@ -296,33 +213,10 @@ def test_close_releases_everything_and_may_be_repeated() -> None:
         made.mark([0], 0, 1, ok=True)
 
 
-def test_it_has_no_name_in_any_file_system(made: HostRegion) -> None:
-    assert str(Path(f"/proc/self/fd/{made.fd}").readlink()).startswith("/memfd:nixl_tiers")
-    assert os.fstat(made.fd).st_nlink == 0
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "nixl_tiers (deleted)" in line]
-    assert lines
-    for directory in ("/dev/shm", tempfile.gettempdir()):
-        assert not any(directory in line for line in lines)
-
-
 def test_core_dumps_leave_it_out(made: HostRegion) -> None:
     """They would hold gigabytes of prompts."""
     of_the_region = Path("/proc/self/smaps").read_text().partition("/memfd:nixl_tiers (deleted)")[2]
     assert " dd " in next(line for line in of_the_region.split("\n") if line.startswith("VmFlags:"))
-
-
-def test_time_of_a_step_is_seen_by_other_processes_until_it_is_overwritten() -> None:
-    with HostRegion.create(GEOMETRY, 2) as region, HostRegion.attach(os.dup(region.fd)) as other:
-        assert other.step_seconds(0) is None
-        region.publish_step(0, 0.25)
-        region.publish_step(1, 0.5)
-        assert (other.step_seconds(0), other.step_seconds(1), other.step_seconds(2)) == (0.25, 0.5, None)
-        region.publish_step(STEPS_KEPT, 1.5)
-        assert (other.step_seconds(0), other.step_seconds(STEPS_KEPT)) == (None, 1.5)
-        assert other.rows == 2
-        assert other.huge_bytes is None
-    region.publish_step(2, 1.0)  # closed: nothing happens
-    assert region.step_seconds(1) is None
 
 
 def test_each_ranks_changes_of_weights_are_seen_by_other_processes(made: HostRegion) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import MAX_KEY_BYTES, PAGE, Geometry
@@ -187,19 +187,6 @@ def test_read_finds_the_header_in_a_seal_a_row_and_any_tail(geometry: Geometry) 
     assert seal.read(np.append(row, np.zeros(8, np.uint8))) is None
 
 
-@settings(deadline=None, max_examples=300)
-@given(geometry=geometries, data=st.data())
-@example(geometry=PIECES, data=None)
-def test_any_flipped_bit_is_refused(geometry: Geometry, data: st.DataObject | None) -> None:
-    row = sealed(geometry)
-    bits = [5, 64 * 1024 * 8, -1] if data is None else [data.draw(st.integers(0, geometry.row_bytes * 8 - 1))]
-    for bit in bits:
-        row[bit // 8] ^= 1 << bit % 8
-        assert verdict(geometry, row) is not Verdict.OK
-        row[bit // 8] ^= 1 << bit % 8
-    assert verdict(geometry, row) is Verdict.OK
-
-
 @pytest.mark.parametrize("geometry", [IN_PADDING, OWN_PAGE], ids=str)
 def test_every_single_bit_of_the_seal_and_byte_of_the_row_counts(geometry: Geometry) -> None:
     row = sealed(geometry)
@@ -283,18 +270,6 @@ def test_read_refuses_inconsistent_seals() -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(data=st.binary(max_size=600), at=st.integers(0, 600))
-def test_read_never_raises(data: bytes, at: int) -> None:
-    assert seal.read(data) is None
-    assert seal.read(data[:at] + seal.MAGIC + data[at:]) is None
-    whole = sealed(TIGHT)[-TIGHT.seal_bytes :].tobytes()
-    header = seal.read(data + whole)
-    assert header is not None
-    assert header.key == KEY
-    assert seal.read(seal.MAGIC * 3 + whole + data) is None or not data
-
-
-@settings(deadline=None, max_examples=300)
 @given(head=st.binary(min_size=80, max_size=232), honest=st.booleans())
 def test_verify_never_raises_and_refuses_random_bytes(head: bytes, honest: bool) -> None:
     row = noise(TIGHT)
@@ -321,10 +296,3 @@ def test_invalid_arguments_are_refused_before_the_row_is_touched() -> None:
     with pytest.raises(ValueError, match="a row is"):
         sealer.seal(row.reshape(2, -1), KEY)
     assert np.array_equal(row, before)
-    with pytest.raises(ValueError, match="16 bytes"):
-        Sealer(OWN_PAGE, b"short", 0)
-    for epoch in (-1, 1 << 64):
-        with pytest.raises(ValueError, match="epoch"):
-            Sealer(OWN_PAGE, NAMESPACE, epoch)
-    with pytest.raises(ValueError, match="65535"):
-        Sealer(Geometry(5000, PAGE), NAMESPACE, 0)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 NR_HUGEPAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
-SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def tree(root: Path, files: dict[str, object]) -> Path:

@@ -128,21 +128,6 @@ def test_offsets_do_not_overflow_32_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "second",
-    [
-        Segment(2000, 4000, 1000, 1000, 7),
-        Segment(1000, 3000, 1000, 1000, 7),
-        Segment(1000, 4000, 1000, 1001, 7),
-        Segment(1000, 4000, 1000, 1000, 6),
-    ],
-    ids=["address", "stride", "offset", "blocks"],
-)
-def test_segments_that_differ_are_not_merged(second: Segment) -> None:
-    first = Segment(0, 4000, 1000, 0, 7)
-    assert plan_of(first, second).groups[0].segments == (first, second)
-
-
-@pytest.mark.parametrize(
     ("segments", "message"),
     [
         ([Segment(0, 3000, 2000, 0), Segment(0, 3000, 1001, 1999)], "segment at offset 1999: it overlaps"),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.memory.pages import cpus_of, node_of
 from nixl_tiers.swap import pinned as pinned_module
 from nixl_tiers.swap.driver import Device
 from nixl_tiers.swap.pinned import PinnedRegion
@@ -100,21 +99,3 @@ def test_partly_locked_rows_do_not_count(pin: Pin, caplog: pytest.LogCaptureFixt
         with device.current() as driver:
             driver.unregister(plan.region_address + first)
     device.close()
-
-
-def test_the_node_of_a_device_is_what_sysfs_says(tmp_path: Path) -> None:
-    for name, text in (("0000:1b:00.0", "1\n"), ("0000:1c:00.0", "-1\n"), ("0000:1d:00.0", "?")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "numa_node").write_text(text)
-    names = ("0000:1b:00.0", "0000:1c:00.0", "0000:1d:00.0", "0000:1e:00.0")
-    assert [node_of(name, tmp_path) for name in names] == [1, None, None, None]
-
-
-def test_the_processors_of_a_node_are_those_that_this_process_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 9, 40})
-    for node, text in ((0, "0-2,9\n"), (1, "50-60\n"), (2, "?\n")):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert [cpus_of(node, tmp_path) for node in (0, 1, 2, 3, None)] == [{1, 2, 9}, set(), set(), set(), set()]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from nixl_tiers.swap import kernels, self_check, submit
-from nixl_tiers.swap.cuda import CudaSwap
 from nixl_tiers.swap.driver import Device, Driver
 from nixl_tiers.swap.kernels import Kernels
 from nixl_tiers.swap.pinned import PinnedRegion
@@ -133,37 +132,3 @@ def test_blackwell_copies_all_pages_staged_and_without_batches(
     assert chosen == ("staged" if capability >= (10, 0) else "copy_engine", "staged")
     assert (fake.calls("cuMemcpyBatchAsync") > 0) is batches
     assert (fake.calls("cuMemcpyAsync") > 0) is not batches
-
-
-def test_an_unknown_setting_of_batches_is_refused_without_leaks(
-    start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = scenario()
-    fake = start(here)
-    monkeypatch.setenv(BATCHES, "never")
-    with pytest.raises(ValueError, match="NIXL_TIERS_SWAP_BATCHES is 'never'; it can be auto, on, off"):
-        CudaSwap(here.plan, compute_stream=lambda: 0, driver=fake.driver)
-    assert list(leftovers(fake)) == []
-
-
-def test_without_gpu_memory_the_copy_engine_copies(
-    start: Callable[..., FakeGpu], caplog: pytest.LogCaptureFixture
-) -> None:
-    here = scenario()
-    fake = start(here)
-    with parts(fake, here) as (device, pinned, loaded):
-        fake.fail("cuMemAlloc_v2", 2)
-        assert choose(device, here.plan, pinned, loaded, here.plan.rows) == ("copy_engine", "staged")
-    assert "staged could not be checked, the copy engine replaces it: cuMemAlloc_v2 failed" in caplog.text
-
-
-def test_the_doctor_sees_a_gpu(start: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = pytest.importorskip("nixl_tiers.cli.checks.machine", exc_type=ImportError)
-    fake = start(scenario())
-    monkeypatch.setattr(machine, "open_driver", lambda: fake.driver)
-    monkeypatch.setattr(machine, "_driver_version", lambda: "")
-    assert [(found.name, found.text) for found in machine._gpus()] == [
-        ("driver", "CUDA 13.0, copies in batches"),
-        ("GPU 0", "Fake GPU at ffff:ff:00.0; kernels: here"),
-        ("copy strategy", "NIXL_TIERS_SWAP=auto"),
-    ]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -237,48 +236,7 @@ def faulty(*rules: Rule, seed: int = 0) -> Iterator[Rig]:
 
 
 HIT: tuple[Key, ...] = tuple(keys(8).values())[::2]  # every second row is struck
-STORES = {
-    Fault.TORN_WRITE: ({Outcome.OK}, NOT_OURS),
-    Fault.BIT_FLIP: ({Outcome.OK}, {Outcome.CORRUPT}),
-    Fault.UNAVAILABLE: ({Outcome.FAILED}, NOT_OURS),
-    Fault.NO_SPACE: ({Outcome.NO_SPACE}, NOT_OURS),
-    Fault.SLOW: ({Outcome.OK}, {Outcome.OK}),
-}
 ENDLESS = {Fault.STALL, Fault.FREEZE}
-LOADS = {
-    Fault.BIT_FLIP: {Outcome.CORRUPT},
-    Fault.SHORT_READ: {Outcome.CORRUPT},
-    Fault.LATE_ERROR: {Outcome.FAILED},
-    Fault.UNAVAILABLE: {Outcome.FAILED},
-    Fault.SLOW: {Outcome.OK},
-}
-
-
-@pytest.mark.parametrize("fault", STORES)
-def test_a_fault_on_the_way_down(fault: Fault) -> None:
-    """Struck once: what is stored in its place afterwards is good."""
-    stored, loaded = STORES[fault]
-    with faulty(Rule(fault, Way.STORE, HIT, times=1)) as rig:
-        outcomes = rig.store(keys(8))
-        assert set(outcomes[::2]) == stored
-        assert set(outcomes[1::2]) == {Outcome.OK}
-        outcomes = rig.load(keys(8))
-        assert set(outcomes[::2]) <= loaded
-        assert set(outcomes[1::2]) == {Outcome.OK}
-        rig.delete(dict(zip(range(0, 8, 2), HIT, strict=True)))
-        assert set(rig.store(keys(8))) == {Outcome.OK}
-        assert set(rig.load(keys(8))) == {Outcome.OK}
-
-
-@pytest.mark.parametrize("fault", LOADS)
-def test_a_fault_on_the_way_up(fault: Fault) -> None:
-    """The row at rest is good, and the next try brings it."""
-    with faulty(Rule(fault, Way.LOAD, HIT, times=1)) as rig:
-        assert set(rig.store(keys(8))) == {Outcome.OK}
-        outcomes = rig.load(keys(8))
-        assert set(outcomes[::2]) == LOADS[fault]
-        assert set(outcomes[1::2]) == {Outcome.OK}
-        assert set(rig.load(keys(8))) == {Outcome.OK}
 
 
 @pytest.mark.parametrize("way", Way)
@@ -320,37 +278,6 @@ def test_everything_at_once(seed: int) -> None:
             assert turn < 3 or len(set(loaded)) > 1
         assert hits > 50
         assert set(rig.tier.struck) == set(Fault) - ENDLESS
-
-
-def test_a_switch_turns_faults_on_and_off(tmp_path: Path) -> None:
-    switch = tmp_path / "switch"
-    medium = FaultyMemory(plan=FaultPlan((Rule(Fault.UNAVAILABLE),), switch=str(switch)))
-    with Rig(medium, SMALL, 24) as rig:
-        rig.open()
-        assert set(rig.store(keys(4))) == {Outcome.OK}
-        switch.touch()
-        assert set(rig.load(keys(4))) == {Outcome.FAILED}
-        switch.unlink()
-        assert set(rig.load(keys(4))) == {Outcome.OK}
-
-
-def test_a_seed_determines_which_moves_fault() -> None:
-    rules = (Rule(Fault.BIT_FLIP, chance=0.5), Rule(Fault.UNAVAILABLE, Way.LOAD, chance=0.5))
-    moves = [(way, b"key-%d" % number, turn) for way in Way for number in range(20) for turn in range(3)]
-    plan = FaultPlan(rules, seed=1)
-    struck = {move: plan.strike(*move) for move in moves}
-    assert struck == {move: FaultPlan(rules, seed=1).strike(*move) for move in reversed(moves)}
-    assert struck != {move: FaultPlan(rules, seed=2).strike(*move) for move in moves}
-    assert {rule.fault for rule in struck.values() if rule is not None} == {Fault.BIT_FLIP, Fault.UNAVAILABLE}
-    assert None in struck.values()
-
-
-@pytest.mark.parametrize(
-    ("fault", "way"), [(Fault.TORN_WRITE, Way.LOAD), (Fault.SHORT_READ, Way.STORE), (Fault.NO_SPACE, Way.LOAD)]
-)
-def test_a_rule_that_means_nothing_is_refused(fault: Fault, way: Way) -> None:
-    with pytest.raises(ValueError, match=f"a {fault} does not happen to a {way}"):
-        Rule(fault, way)
 
 
 def test_faulty_tier_passes_on_every_call() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,39 +100,6 @@ def test_native_never_comes_without_a_claim_and_all_transfers(
     verdict = decide(probes(said, moved(None, counts(nvfs, p2p, posix))))
     entitled = claimed_way(ok(driver=said)) and nvfs + p2p >= TRANSFERS and not posix
     assert (verdict.kind is Kind.NATIVE) == bool(entitled)
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"library": failed("no such file")}, "libcufile cannot be loaded: no such file; install "),
-        ({"driver": failed("cuFileDriverOpen did not return within 10 s")}, "cuFileDriverOpen did not return"),
-        ({"allocated": failed("cuFileRead of 4096 bytes returned -1")}, "GPU memory: cuFileRead of 4096 bytes"),
-        ({"host": failed("wrong bytes in the file after a write of 4096 bytes")}, "wrong bytes in the file"),
-        ({"mapped": failed("wrong bytes in memory after a read of 8192 bytes")}, "wrong bytes in memory"),
-        ({"plugin": failed("NIXL is not installed")}, "NIXL is not installed (cuFile without NIXL: native: nvidia-fs"),
-        (
-            {"plugin": failed("it cannot be loaded"), "plugin_path": "/cuda/lib"},
-            "the plugin opens only with LD_LIBRARY_PATH=/cuda/lib (cuFile without NIXL: native",
-        ),
-    ],
-)
-def test_failure_of_a_step_is_unavailable(changed: dict[str, Any], reason: str) -> None:
-    verdict = decide(replace(probes(SAYS_NVFS, moved(None, counts(nvfs=TRANSFERS))), **changed))
-    assert verdict.kind is Kind.UNAVAILABLE
-    assert verdict.reason.startswith(reason)
-
-
-def test_memory_of_cumemcreate_may_fail_without_changing_the_verdict() -> None:
-    """Only direct loads would want it."""
-    found = replace(probes(SAYS_NVFS, moved(None, counts(nvfs=TRANSFERS))), mapped=failed("cuMemCreate failed"))
-    assert decide(found).kind is Kind.NATIVE
-
-
-def test_host_memory_alone_is_compatibility() -> None:
-    found = replace(probes(SAYS_NOTHING, None), mapped=None)
-    assert str(decide(found)) == "compatibility: host memory only, as there is no GPU"
-    assert decide(replace(found, host=failed("error 5027"))).kind is Kind.UNAVAILABLE
 
 
 # --- the second witness: what nvidia-fs counts

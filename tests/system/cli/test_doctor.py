@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,38 +13,23 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
-from nixl_tiers.cli import main
 from nixl_tiers.cli.checks import bucket, directory, tiers, trial
 from nixl_tiers.cli.checks.finding import Status
 from nixl_tiers.cli.checks.trial import NAME
-from nixl_tiers.config.schema import S3Config, load
+from nixl_tiers.config.schema import S3Config
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.tiers.s3.budget import COUNTER_NAME, USAGE_NAME
 from nixl_tiers.tiers.s3.compat import JANITOR_NAME, OWNER_NAME
 from tests.cli.test_doctor import named, objects, quiet_machine, s3_tier, scratch_in
+from tests.mover.harness import has_exited
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import S3Server, SeaweedServer, free_ports
+from tests.support.waiting import until
 
 __all__ = ["quiet_machine"]  # fixtures
 
 SLOW_MACHINE_S = 300.0
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("quiet_machine")
-def test_json_has_every_finding_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    storage = file_tier(tmp_path / "file" / "kv", "1GiB")
-    config = {"tiers": [{"type": "cpu", "capacity": "64MiB"}, storage]}
-    assert main(["doctor", json.dumps(config), "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found["exit_code"] == 2
-    assert [finding["status"] for finding in found["findings"]] == ["ok", "broken"]
-    assert "is not a writable directory" in found["findings"][1]["text"]
-    assert found["findings"][1]["change"]
 
 
 # --- children ---------------------------------------------------------------------------------------------------------
@@ -55,18 +41,6 @@ def test_tier_that_hangs_is_broken_after_the_deadline(tmp_path: Path) -> None:
     assert found["examination"].status is Status.BROKEN
     assert "did not return within 0.1 s" in found["examination"].text
     assert scratch_in(tmp_path / "kv") == []
-
-
-def test_missing_plugin_is_broken_only_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("nixl_cu12", "nixl_cu13", "nixl"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise ImportError('hidden')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = load({"tiers": [{"type": "cpu", "capacity": 1}, file_tier("/kv", "1G")]})
-    monkeypatch.setattr(tiers, "_PLUGINS", {"POSIX": "file tiers", "OBJ": "s3 tiers"})
-    found = named(tiers.plugins(tmp_path, config))
-    assert found["NIXL POSIX"].status is Status.BROKEN
-    assert found["NIXL OBJ"].status is Status.WARNING
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -197,17 +171,6 @@ def test_corrupted_rows_are_broken(proxied: tuple[S3Config, FaultProxy]) -> None
     assert "rows were not read and verified (CORRUPT" in found[NAME].text
 
 
-def test_wrong_credentials_are_named(
-    seaweedfs: SeaweedServer, s3_bucket: Callable[[S3Server], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = s3_tier(seaweedfs.endpoint, s3_bucket(seaweedfs), "p")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-    (found,) = bucket.examine(config, "token")
-    assert (found.name, found.status) == ("credentials", Status.BROKEN)
-    assert "the server does not know this access key" in found.text
-
-
 def test_missing_bucket_and_dead_server_are_broken(
     seaweedfs: SeaweedServer, s3_credentials: Callable[[S3Server], None]
 ) -> None:
@@ -220,14 +183,34 @@ def test_missing_bucket_and_dead_server_are_broken(
     assert "does not answer" in dead.text
 
 
-@pytest.mark.parametrize("write", ["through", "off"])
-def test_nothing_is_written_beside_an_older_release_or_if_off(write: str, place: S3Config, s3_server: S3Server) -> None:
-    if write == "through":
-        body = json.dumps({"engine": "engine-7", "since": 0, "lease": 3600.0})
-        s3_server.client().put_object(Bucket=place.bucket, Key=f"{place.prefix}/.owner", Body=body.encode())
-    before = objects(s3_server, place)
-    found = named(bucket.examine(place.model_copy(update={"write": write}), "token"))
-    assert found[NAME].status is found["put, delete"].status is Status.NOT_TRIED
-    assert ("engine-7" if write == "through" else "`write` is off") in found[NAME].text
-    assert found["get"].status is found["head"].status is Status.OK
-    assert objects(s3_server, place) == before
+# --- what examines ----------------------------------------------------------------------------------------------------
+
+STEPS = """
+import os, sys, time
+from pathlib import Path
+from nixl_tiers.cli.children import ProbeFailed, run_step, say
+
+def wait(given):
+    Path(given[0]).write_text(str(os.getpid()))
+    time.sleep(300)  # longer than the test waits
+
+def chatter(given):
+    print('{"error": "printed by a library"}', flush=True)
+    say(found=1)
+    raise ProbeFailed("the call failed")
+
+run_step({"wait": wait, "chatter": chatter}, sys.argv[1:])
+"""
+
+
+def test_child_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    number = tmp_path / "pid"
+    start = f"Children(Path({str(tmp_path)!r}), 'steps', 600).run('wait', {str(number)!r})"
+    code = f"from pathlib import Path; from nixl_tiers.cli.children import Children; {start}"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        try:
+            until(lambda: number.exists() and number.read_text(), "the child to start")
+        finally:
+            parent.kill()
+    until(lambda: has_exited(int(number.read_text())), "the child to end")

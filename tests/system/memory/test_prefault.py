@@ -7,20 +7,15 @@ import errno
 import logging
 import mmap
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from nixl_tiers.base.chunk import PAGE, Geometry
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import backing
-from nixl_tiers.memory import region as region_module
-from nixl_tiers.memory.backing import Backing, own_spans
+from nixl_tiers.memory.backing import Backing
 from nixl_tiers.memory.region import HostRegion
 from tests.support.pages import mapped
 from tests.support.waiting import until
@@ -30,7 +25,6 @@ RANKS = 2
 ROWS = 8
 GEOMETRY = Geometry(RANKS, MiB - PAGE // 2)  # a row, with its seal, has 2 MiB
 CELL = GEOMETRY.cell_bytes
-PROCESS = Path(__file__).with_name("prefault_process.py")
 
 
 @pytest.fixture(autouse=True)
@@ -61,28 +55,6 @@ def cells_resident(of: HostRegion) -> list[list[bool]]:
     return [
         [all(pages[at * row + n * cell + 1 : at * row + (n + 1) * cell]) for n in range(RANKS)] for at in range(ROWS)
     ]
-
-
-def start(region: HostRegion, rank: int, stack: ExitStack) -> subprocess.Popen[str]:
-    """A process that is one rank."""
-    command = [sys.executable, str(PROCESS), str(region.fd), str(rank)]
-    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=[region.fd])
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
-
-
-def test_each_rank_allocates_its_own_cells_and_maps_the_others(region: HostRegion) -> None:
-    with ExitStack() as stack:
-        start(region, 1, stack)
-        until(lambda: region.ranks.fewest_touched == 0 and cells_resident(region)[1][1], "its first piece")
-        assert cells_resident(region)[0] == [False, True]
-        assert region.ranks.ready_rows == 0
-        first = start(region, 0, stack)
-        assert first.wait(120) == 0
-        assert all(resident(region))
-        until(lambda: region.ranks.ready_rows == ROWS, "both to have all rows")
-        assert not region.rows_view.any()
 
 
 class Locks:
@@ -213,47 +185,3 @@ def test_region_closes_while_its_pages_are_not_allocated(region: HostRegion) -> 
     assert mapping.wait(0)
     region.close()
     assert waiting.wait(0)
-
-
-@pytest.mark.parametrize(
-    "geometry", [GEOMETRY, Geometry(3, 700_000), Geometry(4, 1000), Geometry(1, 3 * MiB), Geometry(8, 8 * MiB)]
-)
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("huge", [True, False])
-def test_spans_of_ranks_are_whole_pages_of_their_own(
-    geometry: Geometry, copies: int, huge: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(region_module, "advice", lambda: "" if huge else "the kernel gives it no huge pages")
-    with HostRegion.create(geometry, 5, huge_pages=HugePages.AUTO, copies=copies) as region:
-        owner: dict[int, int] = {}
-        for rank in range(region.ranks.count):
-            for begin, end in own_spans(region, rank, 0, 5):
-                assert begin % PAGE == 0
-                assert 0 <= begin < end <= region.nbytes
-                for page in range(begin // PAGE, -(-end // PAGE)):
-                    owner.setdefault(page, rank)
-        for page, rank in owner.items():
-            cell = page * PAGE % geometry.row_bytes // geometry.cell_bytes
-            large = geometry.cell_bytes >= (2 * MiB if huge else PAGE)
-            if copies == 1 and geometry.cells > 1 and large:
-                assert cell == rank
-        share = len(owner) * PAGE / region.nbytes
-        assert share > (0.5 if huge else 0.97), "the rest is mapped by whoever comes"
-
-
-def test_threads_that_touch_run_near_the_gpu(region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[set[int]] = []
-    near = set(list(os.sched_getaffinity(0))[:1])
-    populate = backing.populate_part
-    monkeypatch.setattr(
-        backing, "populate_part", lambda *part: (seen.append(os.sched_getaffinity(0)), populate(*part))[1]
-    )
-    here = os.sched_getaffinity(0)
-    first, other = Backing(region, 0, near), Backing(region, 1, near)
-    helper = threading.Thread(target=other.back_first, args=(60.0,))
-    helper.start()
-    first.back_first(60.0)
-    helper.join()
-    assert seen
-    assert all(cpus == near for cpus in seen)
-    assert os.sched_getaffinity(0) == here, "the engine's own thread stays where it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,14 @@ import pytest
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.base.policies import HugePages
 from nixl_tiers.memory import backing, pages
+from nixl_tiers.memory.address_space import AddressSpace
+from nixl_tiers.memory.pages import HUGE_PAGE_BYTES
 from nixl_tiers.memory.region import HostRegion
 from nixl_tiers.memory.region_layout import RegionError
+from tests.memory.test_huge_pages import GEOMETRY, PAGES, ROWS, free_pages
 from tests.memory.test_region import MiB, made
+from tests.support.machine import NR_HUGEPAGES, setting
+from tests.support.waiting import until
 
 __all__ = ["made"]  # fixtures
 
@@ -104,3 +110,100 @@ def test_closing_ends_prefaulting_first(monkeypatch: pytest.MonkeyPatch) -> None
     made.close()
     assert running.wait(0)
     assert len(parts) <= 2
+
+
+# --- in a pool of huge pages
+
+
+def test_a_region_in_a_pool_is_all_taken_shared_and_given_back() -> None:
+    with setting(NR_HUGEPAGES, str(PAGES)):
+        with HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB) as made:
+            assert free_pages() == 0
+            assert os.fstat(made.fd).st_size == PAGES * HUGE_PAGE_BYTES
+            assert made.huge_bytes is None
+            made.prefault().wait()
+            assert made.huge_bytes == PAGES * HUGE_PAGE_BYTES
+            with HostRegion.attach(os.dup(made.fd)) as other:
+                assert other.huge_bytes == PAGES * HUGE_PAGE_BYTES
+                other.rows_view[ROWS - 1, -1] = 77
+                assert made.rows_view[ROWS - 1, -1] == 77
+                other.mark([3], 0, 1, True)
+            assert made.written([3], 1).all()
+        assert made.huge_bytes is None
+        assert free_pages() == PAGES
+
+
+def test_a_fork_keeps_no_page_of_the_pool() -> None:
+    with setting(NR_HUGEPAGES, str(PAGES)):
+        made = HostRegion.create(GEOMETRY, ROWS, huge_pages=HugePages.HUGETLB)
+        ready, wake = os.pipe()
+        gone, go = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(go)  # or a test that fails would leave this process behind
+            os.write(wake, b"1")
+            os.read(gone, 1)
+            os._exit(0)
+        os.read(ready, 1)
+        made.close()
+        assert free_pages() == PAGES
+        os.write(go, b"1")
+        assert os.waitpid(child, 0)[1] == 0
+        for end in (ready, wake, gone, go):
+            os.close(end)
+
+
+# --- transparent ------------------------------------------------------------------------------------------------------
+
+
+# --- the memory of a process may outlive it, and that is seen
+
+MARKED = """
+import ctypes, os, signal, sys
+from nixl_tiers.memory.address_space import marked
+
+mark = marked(int(sys.argv[1]))
+other = 0
+if sys.argv[2] == "shares":  # a process that shares its memory, as one that reads its page tables does for a moment
+    libc = ctypes.CDLL(None)
+    stack = ctypes.create_string_buffer(1 << 16)
+    top = ctypes.c_void_p((ctypes.addressof(stack) + len(stack)) & ~15)
+    other = libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, 0x100 | signal.SIGCHLD, None)  # CLONE_VM
+print(other, flush=True)
+signal.pause()
+"""
+
+
+@contextmanager
+def marked_process(way: str) -> Iterator[tuple[AddressSpace, subprocess.Popen[bytes], int]]:
+    """A marked process, and another that it has started."""
+    memory = AddressSpace()
+    command = [sys.executable, "-c", MARKED, str(memory.fd), way]
+    with subprocess.Popen(command, pass_fds=(memory.fd,), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        other = int(process.stdout.readline())
+        try:
+            yield memory, process, other
+        finally:
+            process.kill()
+            if other:
+                os.kill(other, signal.SIGKILL)
+    memory.close()
+
+
+def test_memory_is_gone_with_its_process() -> None:
+    with marked_process("alone") as (memory, process, _):
+        assert not memory.is_gone()
+        process.kill()
+        process.wait(60)
+        until(memory.is_gone, "its memory to be gone")
+        assert memory.is_gone()
+
+
+def test_memory_that_another_process_uses_is_not_gone_when_its_own_is_reaped() -> None:
+    with marked_process("shares") as (memory, process, other):
+        process.kill()
+        process.wait(60)
+        assert not memory.is_gone()
+        os.kill(other, signal.SIGKILL)
+        until(memory.is_gone, "its memory to be gone")

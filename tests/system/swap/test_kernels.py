@@ -12,33 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_tiers.swap.kernels import CAPACITIES
 from nixl_tiers.swap.plan import Segment
 from nixl_tiers.swap.submit import first_parts, parts_of
+from tests.support.compiled import sanitizer_flags
 from tests.swap.conftest import ROOT
 from tests.swap.fake_gpu import FakeGpu
 from tests.swap.scenario import CopyScenario, assert_same, random_scenario, scenario_of
 from tests.swap.test_cuda import machine, swap_of, with_kernels
-from tests.swap.test_kernels import ARCHITECTURES
 
 __all__ = ["machine", "with_kernels"]  # fixtures
 
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
-
 
 def built(compiler: str, folder: Path, name: str, *flags: str) -> Path:
-    """The program of that source under AddressSanitizer and UBSan, or the reason for skipping."""
-    probe = folder / f"probe{Path(name).suffix}"
-    probe.write_text("int main(void) { return 0; }\n")
-    try:
-        subprocess.run([compiler, *SANITIZE, "-o", str(folder / "probe"), str(probe)], check=True, capture_output=True)
-        subprocess.run([str(folder / "probe")], check=True, capture_output=True)
-    except subprocess.CalledProcessError:
-        pytest.skip("this compiler has no sanitizers")
-    program = folder / "program"
-    warnings = ["-Wall", "-Wextra", "-Werror"]
-    source = Path(__file__).with_name(name)
-    subprocess.run([compiler, *SANITIZE, *flags, *warnings, "-o", str(program), str(source), "-lpthread"], check=True)
+    """The program of that source under AddressSanitizer and UBSan."""
+    program, source = folder / "program", Path(__file__).with_name(name)
+    flags = (*sanitizer_flags(compiler, folder), *flags, "-Wall", "-Wextra", "-Werror")
+    subprocess.run([compiler, *flags, "-o", str(program), str(source), "-lpthread"], check=True)
     return program
 
 
@@ -179,19 +168,6 @@ def _include_folders() -> list[str]:
     wheels = [f"{root}/nvidia/{name}/include" for root in sys.path for name in ("cuda_runtime", "cu12", "cu13")]
     nvcc = shutil.which("nvcc")
     return [*wheels, *([str(Path(nvcc).resolve().parents[1] / "include")] if nvcc else [])]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_nvcc_compiles_the_kernels_without_spilling(tmp_path: Path, arch: str) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc here")
-    flags = ["--cubin", "-std=c++17", f"-arch={arch}", "-Werror=all-warnings", "-Xptxas=-v"]
-    source = str(ROOT / "csrc" / "swap.cu")
-    output = subprocess.run(
-        [nvcc, *flags, "-o", str(tmp_path / "swap.cubin"), source], check=True, capture_output=True, text=True
-    ).stderr
-    assert output.count("0 bytes spill stores, 0 bytes spill loads") == len(CAPACITIES)
 
 
 def test_a_stream_can_be_held_while_another_thread_waits(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.cli import BAD_INPUT, main
+from nixl_tiers.cli import main
 from nixl_tiers.cli.gds.report import inspect
 from nixl_tiers.cli.gds.verdict import EXIT_CODES, Kind
 from tests.mover.harness import has_exited
@@ -55,25 +55,6 @@ def test_open_that_spins_is_killed_and_reported(cufile: Behave, tmp_path: Path) 
     assert has_exited(found.probes.driver.get("pid")), "the child was killed"
     skipped = [check.name for check in found.checks if check.status == "not tried"]
     assert skipped == ["host memory", "GPU, cuMemAlloc", "GPU, cuMemCreate", "NIXL GDS_MT"], "it hangs only once"
-
-
-def test_without_a_gpu_only_host_memory_is_tried(
-    cufile: Behave, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cufile("native")
-    monkeypatch.setenv("FAKE_NO_GPU", "1")
-    code, text = doctor(tmp_path)
-    assert text.splitlines()[-1] == "verdict: compatibility: host memory only, as there is no GPU"
-    assert code == EXIT_CODES[Kind.COMPATIBILITY]
-
-
-def test_gpu_that_does_not_exist_is_wrong_input(
-    cufile: Behave, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    cufile("native")
-    assert main(["doctor", "--gds", str(tmp_path), "--gpu", "3"]) == BAD_INPUT
-    assert capsys.readouterr().err == "nixl-tiers: --gpu 3: this machine has no such GPU\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_works_without_the_dependencies_of_the_package(cufile: Behave, tmp_path: Path) -> None:
