@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -20,15 +17,12 @@ import pytest
 
 import nixl_tiers
 from nixl_tiers.base.chunk import Key
-from nixl_tiers.store import TieredStore, open_with
+from nixl_tiers.store import TieredStore
 from tests.support.core import rows_of
 from tests.support.disks import hung_mount
 from tests.support.file_tier import file_tier
-from tests.support.leaks import reclaim_all_host_rows
 from tests.support.load import get, put
-from tests.support.servers import ACCESS_KEY, SECRET_KEY, free_ports, moto_server
-from tests.support.times import open_patient, patient, patient_config
-from tests.support.waiting import serves, until, until_up
+from tests.support.waiting import until
 
 SIZE = 64 << 10
 KEYS: list[Key] = [b"key-%06d" % n for n in range(120)]
@@ -56,69 +50,6 @@ def stored(store: TieredStore, keys: Sequence[Key] = KEYS) -> None:
 
 def on(*tiers: dict[str, Any], wait_s: float = 120.0) -> dict[str, Any]:
     return {"tiers": [{"type": "cpu", "capacity": "2MiB"}, *tiers], "wait_s": wait_s}
-
-
-def mover_pid(store: TieredStore) -> int:
-    pid = store.coordinator.mover_pids[0]
-    assert pid is not None
-    return pid
-
-
-@pytest.mark.smoke
-def test_a_dead_mover_is_replaced_without_losing_stored_rows(tmp_path: Path) -> None:
-    with open_patient(on(file_tier(tmp_path, "64MiB")), SIZE, "n") as store:
-        until_up(store)
-        stored(store)
-        old = mover_pid(store)
-        os.kill(old, signal.SIGKILL)
-        hits(store)  # in the middle of it: whatever is a hit is right
-        until(lambda: store.coordinator.mover_pids[0] not in (None, old), "another mover")
-        until_up(store)
-        # Rows that were under way at the kill are not tried again for some seconds.
-        until(lambda: hits(store) == len(KEYS), "every row to be a hit again")
-
-
-@pytest.mark.smoke
-def test_a_stopped_mover_is_a_miss_within_wait_s(tmp_path: Path) -> None:
-    with open_patient(on(file_tier(tmp_path, "64MiB"), wait_s=3.0), SIZE, "n") as store:
-        until_up(store)
-        stored(store)
-        os.kill(mover_pid(store), signal.SIGSTOP)
-        gone = [key for key, tier in zip(KEYS, store.locate(KEYS), strict=True) if tier == "file"]
-        assert gone
-        assert hits(store, gone) == 0
-        os.kill(mover_pid(store), signal.SIGCONT)
-        until(lambda: hits(store, gone) == len(gone), "the mover to go on")
-
-
-@pytest.mark.smoke
-def test_a_hung_mover_is_replaced_by_the_one_deadline_that_is_short(tmp_path: Path) -> None:
-    """The times of an engine reach its movers, which are processes of their own."""
-    times = patient(heartbeat_s=0.1, heartbeat_timeout_s=1.0)
-    with open_with(times, patient_config(on(file_tier(tmp_path, "16MiB"))), SIZE, "times") as store:
-        stored(store, KEYS[:4])
-        pid = store.coordinator.mover_pids[0]
-        with contextlib.suppress(ProcessLookupError, TypeError):  # a busy machine: it has been replaced before
-            os.kill(pid, signal.SIGSTOP)  # type: ignore[arg-type]
-        until(lambda: store.coordinator.mover_pids[0] not in {pid, None}, "another mover")
-        until(lambda: reclaim_all_host_rows(store), "every host row to be free")
-        until(lambda: hits(store, KEYS[:4]) == 4, "rows of the tier")
-
-
-def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    (port,) = free_ports(1)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    objects = {"type": "s3", "bucket": "late-bucket", "endpoint": f"http://127.0.0.1:{port}", "capacity": "64MiB"}
-    with nixl_tiers.open(on(objects), SIZE, "n") as store:
-        assert put(store, KEYS[:10]) == hits(store, KEYS[:10]) == 10
-        assert not serves(store.stats()["s3"])
-        with moto_server(port=port) as server:
-            server.make_bucket("late-bucket")
-            until(lambda: serves(store.stats()["s3"]), "the s3 tier to heal", timeout_s=300)
-            assert put(store, KEYS[10:20]) == 10
-            assert store.flush(300)
-            assert store.stats()["s3"]["rows"] == 10
 
 
 @pytest.mark.smoke
@@ -183,24 +114,6 @@ def held(store: TieredStore) -> list[int]:
     with store.coordinator.core():
         places = [tier.index.member_place_of(key) for key in rows_of(tier)]
     return [places.count(place) for place in range(len(tier.members))]
-
-
-def test_a_directory_that_goes_away_takes_only_its_rows_and_is_named(tmp_path: Path) -> None:
-    paths = [tmp_path / "a", tmp_path / "b"]
-    with opened(*paths) as store:
-        stored(store)
-        rows = held(store)
-        shutil.move(paths[1], tmp_path / "away")
-        paths[1].write_bytes(b"")  # else it is made again, and half a second later there is nothing to say
-        until(lambda: store.coordinator.problems()["file"], "a word")
-        assert str(paths[1]) in store.coordinator.problems()["file"]
-        assert str(paths[0]) not in store.coordinator.problems()["file"]
-        assert store.stats()["file"]["up"] == 1
-        assert hits(store) >= rows[0]
-        stored(store)
-        assert hits(store) == len(KEYS)
-    with pytest.raises(nixl_tiers.ConfigError, match=r"tiers\[1\]\.path: cannot write to .*/b"):
-        opened(*paths)
 
 
 def test_directories_are_added_and_removed_and_each_keeps_its_rows(tmp_path: Path) -> None:

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nixl_tiers.config import schema
-from nixl_tiers.config.warnings import warnings_of
-
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/writing-a-tier.md"
 
@@ -46,12 +43,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in re.findall(r"^```\w+\n# ([\w/.]+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    assert sorted(path.name for path in folder.rglob("*.*")) == [
-        "config.py",
-        "pyproject.toml",
-        "test_shelf.py",
-        "tier.py",
-    ]
+    files = ["config.py", "pyproject.toml", "test_shelf.py", "tier.py"]
+    assert sorted(path.name for path in folder.rglob("*.*")) == files
     return folder
 
 
@@ -107,17 +100,3 @@ def test_conformance_suite_passes(package: Path, site: Path, tmp_path: Path) -> 
     ended = run(site, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", package / "test_shelf.py")
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert re.search(r"\d\d passed", ended.stdout)
-
-
-def test_kv_transfer_config_accepts_it(site: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(site)
-    tiers = [{"type": "cpu", "capacity": "1GiB"}, {"type": "shelf", "path": "/mnt/kv", "capacity": "1MiB"}]
-    extra = {"spec_name": "NixlTiersSpec", "tiers": tiers}
-    whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    read = schema.load(json.dumps(whole))
-    assert read.names == ("shelf",)
-    assert schema.tier_from_dict(json.loads(json.dumps(schema.tier_to_dict(read.storage[0])))) == read.storage[0]
-    assert [line.split(":")[0] for line in warnings_of(read)] == ["tiers[1].capacity"]
-    tiers[1]["path"] = "kv"
-    with pytest.raises(schema.ConfigError, match=r'^tiers\[1\]\.path: must be an absolute path, and "kv" is relative'):
-        schema.load(whole)
