@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 import sys
@@ -40,6 +39,7 @@ from tests.support.leaks import ResourceCount, reclaim_all_host_rows, resident_b
 from tests.support.load import LoadGenerator, get, put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import moto_server
+from tests.support.waiting import until
 
 CHUNK: Final = 64 << 10
 HOST: Final = 8 << 20
@@ -83,14 +83,10 @@ class RoundResult:
     number: int
     faults: Counter[str] = field(default_factory=Counter)
     requests: int = 0
-    chunks: int = 0
     hits: int = 0
-    hits_by_tier: Counter[str] = field(default_factory=Counter)  # storage tiers only
     longest_s: float = 0.0
     recovery_s: float = 0.0
     resident_bytes: int = 0
-    movers_bytes: int = 0
-    fds: int = 0
 
 
 class Soak:
@@ -131,10 +127,9 @@ class Soak:
     def _run_round(self, seconds: float) -> None:
         result = RoundResult(len(self.rounds))
         self.rounds.append(result)
-        config = self._config
         salt = b""  # rows of the initial weights stay valid in later rounds
         with contextlib.ExitStack() as stack:
-            stores = [stack.enter_context(self._open(config)) for _ in range(2)]
+            stores = [stack.enter_context(self._open()) for _ in range(2)]
             stack.callback(self._end_faults)  # before they are closed
             store, other = stores
             end = time.monotonic() + seconds
@@ -153,18 +148,13 @@ class Soak:
                         salt = b"%d %d" % (result.number, next(self._serials))
             self._collect(beside, result)
             self._check_recovery(dict(zip(stores, (salt, b""), strict=True)), result)
-            for each in stores:
-                result.hits_by_tier.update({name: int(each.stats()[name]["hits"]) for name in config.names})
-                result.movers_bytes += sum(resident_bytes(pid) for pid in each.coordinator.mover_pids if pid)
 
     def _inject_fault(self, stores: list[TieredStore], result: RoundResult) -> None:
         what = self._random.choice(("signal", "server", "disk", "none"))
         pause_s = self._random.uniform(0.2, 3.0)
         if what == "signal":
-            number, pid = (
-                self._random.choice(SIGNALS),
-                self._random.choice([pid for store in stores for pid in store.coordinator.mover_pids]),
-            )
+            number = self._random.choice(SIGNALS)
+            pid = self._random.choice([pid for store in stores for pid in store.coordinator.mover_pids])
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -187,7 +177,6 @@ class Soak:
     def _collect(self, load: LoadGenerator, result: RoundResult) -> None:
         stats = load.stats
         result.requests += stats.gets
-        result.chunks += stats.chunks
         result.hits += stats.hits
         result.longest_s = max(result.longest_s, stats.longest_s)
         if stats.wrong:
@@ -220,27 +209,21 @@ class Soak:
             names = sorted({name for _, name in failing})
             self.findings.append(f"round {result.number}: {names} did not recover within {RECOVERY_S:g} s")
         for store in salts:
-            self._check_rows_and_bounds(store, result)
+            try:
+                until(lambda store=store: store.flush(1.0), "all rows to be written", timeout_s=60)
+                until(lambda store=store: reclaim_all_host_rows(store), "host rows to be free", timeout_s=RECOVERY_S)
+            except AssertionError as late:
+                self.findings.append(f"round {result.number}: {late}")
+            for name, numbers in store.stats().items():
+                windows = 2 * CAPACITY // WINDOW_SHARE if name == "s3" and result.number % 2 else 0
+                if not 0 <= numbers["used_bytes"] <= numbers["capacity_bytes"] + windows:
+                    self.findings.append(f"round {result.number}: {name} holds {numbers['used_bytes']:g} bytes")
 
-    def _check_rows_and_bounds(self, store: TieredStore, result: RoundResult) -> None:
-        deadline = time.monotonic() + RECOVERY_S
-        if not store.flush(60):
-            self.findings.append(f"round {result.number}: flush has timed out")
-        while not reclaim_all_host_rows(store):
-            if time.monotonic() > deadline:
-                self.findings.append(f"round {result.number}: host rows leaked")
-                return
-            time.sleep(0.1)
-        for name, numbers in store.stats().items():
-            windows = 2 * CAPACITY // WINDOW_SHARE if name == "s3" and result.number % 2 else 0
-            if not 0 <= numbers["used_bytes"] <= numbers["capacity_bytes"] + windows:
-                self.findings.append(f"round {result.number}: {name} holds {numbers['used_bytes']:g} bytes")
-
-    def _open(self, config: configuration.TiersConfig) -> TieredStore:
+    def _open(self) -> TieredStore:
         geometry = Geometry(cells=1, cell_payload=CHUNK)
-        configuration.check_paths(config)
+        configuration.check_paths(self._config)
         region = HostRegion.create(geometry, HOST // geometry.row_bytes)
-        config = with_faults(config, self._plan.to_dict())
+        config = with_faults(self._config, self._plan.to_dict())
         coordinator = Coordinator(config, Namespace.of({"of": "the soak"}), region, limits=LIMITS)
         coordinator.start()
         return TieredStore(coordinator)
@@ -249,14 +232,11 @@ class Soak:
 
     def _check_no_leaks(self, before: ResourceCount) -> None:
         """A closed store must leave nothing."""
-        result = self.rounds[-1]
-        deadline = time.monotonic() + 60
-        while not before.covers(now := ResourceCount.take()):
-            if time.monotonic() > deadline:
-                self.findings.append(f"round {result.number}: leaked: {before} before, {now} after")
-                break
-            time.sleep(0.1)
-        result.fds, result.resident_bytes = now.fds, resident_bytes()
+        try:
+            until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", timeout_s=60)
+        except AssertionError as late:
+            self.findings.append(f"round {self.rounds[-1].number}: {late}")
+        self.rounds[-1].resident_bytes = resident_bytes()
 
     def _check_memory_growth(self) -> None:
         sizes = [each.resident_bytes for each in self.rounds]
@@ -272,38 +252,11 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # movers import the tests' tiers by name
-    began = time.monotonic()
-
-    def report(result: RoundResult) -> None:
-        print(
-            f"{time.monotonic() - began:6.0f} s  round {result.number}: {result.requests} requests, "
-            f"{result.chunks} chunks, {result.hits} hits ({dict(result.hits_by_tier)}), "
-            f"longest {result.longest_s:.2f} s, recovered after {result.recovery_s:.1f} s, "
-            f"{result.resident_bytes >> 20} MiB, movers {result.movers_bytes >> 20} MiB, {result.fds} fds; "
-            + ", ".join(f"{number} {name}" for name, number in sorted(result.faults.items())),
-            flush=True,
-        )
-
     with tempfile.TemporaryDirectory(prefix="nixl-tiers-soak-") as folder, moto_server() as server:
         os.environ.update(server.env)
-        bucket = server.make_bucket("soak")
         with FaultProxy(server.port, seed=arguments.seed) as proxy:
-            soak = Soak(Path(folder), proxy, bucket, arguments.seed)
-            soak.run(60 * arguments.minutes, report)
-    total = {
-        "seed": arguments.seed,
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "rounds": len(soak.rounds),
-        "requests": sum(each.requests for each in soak.rounds),
-        "chunks": sum(each.chunks for each in soak.rounds),
-        "hits": sum(each.hits for each in soak.rounds),
-        "hits_by_tier": dict(sum((each.hits_by_tier for each in soak.rounds), Counter())),
-        "faults": sum(sum(each.faults.values()) for each in soak.rounds),
-        "longest_s": round(max(each.longest_s for each in soak.rounds), 2),
-        "longest_recovery_s": round(max(each.recovery_s for each in soak.rounds), 1),
-        "resident_mib": [each.resident_bytes >> 20 for each in soak.rounds],
-    }
-    print(json.dumps(total))
+            soak = Soak(Path(folder), proxy, server.make_bucket("soak"), arguments.seed)
+            soak.run(60 * arguments.minutes, lambda result: print(result, flush=True))
     for finding in soak.findings:
         print(f"FINDING: {finding}")
     return 1 if soak.findings else 0

@@ -1,4 +1,4 @@
-"""Fixtures of the fault matrix: rigs by tier, the S3 proxy, the failing disk; and the table it prints."""
+"""Fixtures of the fault matrix: rigs by tier, the S3 proxy, the failing disk; and the table that it writes."""
 
 from __future__ import annotations
 
@@ -46,49 +46,28 @@ def bucket(moto: MotoServer, s3_bucket: Callable[[S3Server], str], s3_credential
 
 
 @pytest.fixture
-def file_rig(tmp_path: Path) -> MakeRig:
-    """A rig over a file tier: file_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files"), or with several movers:
-    "slabs in directories"."""
-    paths = [str(tmp_path / name) for name in ("kv", "b", "c", "d")]
+def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> MakeRig:
+    """A rig over any tier: make_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files" | "s3"), or over one with several
+    movers: "slabs in directories". The s3 tier is behind the proxy."""
 
     def make(
-        fault: str, layout: str, *, capacity: int = CAPACITY, fields: dict[str, object] | None = None, **more: Any
+        fault: str, name: str, *, capacity: int = CAPACITY, fields: dict[str, object] | None = None, **more: Any
     ) -> FaultRig:
-        name, (layout, _, by) = layout, layout.partition(" ")
-        others: dict[str, object] = {"path": paths} if by == "in directories" else {}
-        if by == "by NIXL":
-            name, fields = layout, {"backend": "posix", **(fields or {})}
-        row = MatrixRow(fault, ", ".join(["file", name, *map(str, (fields or {}).values())]))
-        _rows.append(row)
-        tier = file_tier(tmp_path / "kv", capacity, layout=layout, **(fields or {}))
-        return FaultRig(row, tier | others, **more)
-
-    return make
-
-
-@pytest.fixture
-def s3_rig(proxy: FaultProxy, bucket: str, s3_prefix: str) -> MakeRig:
-    """A rig over an S3 tier behind the proxy: s3_rig("connection refused", fields={"max_age": 60})."""
-
-    def make(fault: str, *, fields: dict[str, object] | None = None, **more: Any) -> FaultRig:
-        row = MatrixRow(fault, "s3")
-        _rows.append(row)
-        tier = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": proxy.endpoint, "capacity": CAPACITY}
-        return FaultRig(row, tier | (fields or {}), **more)
-
-    return make
-
-
-@pytest.fixture
-def make_rig(request: pytest.FixtureRequest) -> MakeRig:
-    """A rig over any tier: make_rig("SIGKILL", "slabs" | "slabs by NIXL" | "files" | "s3")."""
-
-    def make(fault: str, tier: str, **more: Any) -> FaultRig:
-        if tier == "s3":
-            rig: FaultRig = request.getfixturevalue("s3_rig")(fault, **more)
+        fields = fields or {}
+        layout, _, by = name.partition(" ")
+        if name == "s3":
+            proxy: FaultProxy = request.getfixturevalue("proxy")
+            place = {"bucket": request.getfixturevalue("bucket"), "prefix": request.getfixturevalue("s3_prefix")}
+            tier = {"type": "s3", "endpoint": proxy.endpoint, "capacity": capacity, **place, **fields}
         else:
-            rig = request.getfixturevalue("file_rig")(fault, tier, **more)
-        return rig
+            if by == "by NIXL":
+                fields = {"backend": "posix", **fields}
+            tier = file_tier(tmp_path / "kv", capacity, layout=layout, **fields)
+            if by == "in directories":
+                tier["path"] = [str(tmp_path / each) for each in ("kv", "b", "c", "d")]
+            name = ", ".join(["file", name, *map(str, fields.values())])
+        _rows.append(MatrixRow(fault, name))
+        return FaultRig(_rows[-1], tier, **more)
 
     return make
 
@@ -116,16 +95,9 @@ HEADS = (
 )  # fmt: skip
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary() -> None:
     measured = [tuple(_cell(value) for value in astuple(row)) for row in _rows if row.requests]
-    if not measured:
-        return
-    rows = [HEADS, *measured]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    terminalreporter.section("fault matrix")
-    for row in rows:
-        terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
-    if os.environ.get(TABLE):
+    if measured and os.environ.get(TABLE):
         Path(os.environ[TABLE]).write_text(result(measured))
 
 
@@ -147,12 +119,6 @@ def result(measured: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:.2f}"
-        if isinstance(value, float) and value != int(value)
-        else f"{value:g}"
-        if isinstance(value, (int, float))
-        else str(value)
-    )
+    if isinstance(value, float) and value != int(value):
+        return f"{value:.2f}"
+    return "-" if value is None else f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -45,22 +45,22 @@ def down(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("when", matrix(("idle", "store", "load"), unmarked={("store",)}))
-def test_mover_is_killed(file_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str) -> None:
+def test_mover_is_killed(make_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str) -> None:
     cufile()
-    rig = file_rig(f"SIGKILL, {when}", "slabs", fields=BACKEND)
+    rig = make_rig(f"SIGKILL, {when}", "slabs", fields=BACKEND)
     rig.ride_out(lambda: rig.kill(KILLS["SIGKILL"], when), answers=8)
 
 
 @pytest.mark.parametrize("fault", matrix(tuple(FAULTS), unmarked={("disk full",)}))
 def test_disk_fault(
-    file_rig: Callable[..., FaultRig], disk: Interposer, cufile: Callable[..., None], fault: str
+    make_rig: Callable[..., FaultRig], disk: Interposer, cufile: Callable[..., None], fault: str
 ) -> None:
     cufile()
-    inject(file_rig(fault, "slabs", fields=BACKEND), disk, fault)
+    inject(make_rig(fault, "slabs", fields=BACKEND), disk, fault)
 
 
 def test_driver_open_never_returns(
-    file_rig: Callable[..., FaultRig],
+    make_rig: Callable[..., FaultRig],
     cufile: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -68,7 +68,7 @@ def test_driver_open_never_returns(
     caplog.set_level(logging.INFO)
     cufile(modules=False)
     short = msgspec.structs.replace(TIMES, start_timeout_s=3.0)
-    rig = file_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND, times=short)
+    rig = make_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND, times=short)
     with rig.under_load(warm=False):
         until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
         assert not rig.is_up()
@@ -85,14 +85,14 @@ def test_driver_open_never_returns(
 
 
 def test_disk_has_no_udev_record(
-    file_rig: Callable[..., FaultRig],
+    make_rig: Callable[..., FaultRig],
     cufile: Callable[..., None],
     no_gpu: NoGpu,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As in a container without /run/udev."""
     cufile(udev=False)
-    rig = file_rig("no udev record", "slabs", fields=BACKEND)
+    rig = make_rig("no udev record", "slabs", fields=BACKEND)
     with rig.under_load(warm=False):
         until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
         assert not rig.is_up()

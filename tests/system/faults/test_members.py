@@ -53,7 +53,7 @@ def wait_until_whole(rig: FaultRig) -> None:
 
 @pytest.mark.parametrize(
     ("signal_name", "when", "tier"),
-    matrix(tuple(KILLS), ("idle", "store", "load"), (DIRECTORIES,), unmarked=KILLED),
+    matrix(("SIGKILL", "SIGSTOP"), ("store", "load"), (DIRECTORIES,), unmarked=KILLED),
 )
 def test_mover_of_a_directory_dies_or_stops(
     make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
@@ -73,13 +73,13 @@ def test_mover_of_a_directory_dies_or_stops(
 
 
 @pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES,), unmarked=set()))
-def test_one_disk_fails(file_rig: Callable[..., FaultRig], disk: Interposer, fault: str, tier: str) -> None:
+def test_one_disk_fails(make_rig: Callable[..., FaultRig], disk: Interposer, fault: str, tier: str) -> None:
     """Of four."""
-    inject(file_rig(f"{fault}, of one disk", tier), disk, fault)
+    inject(make_rig(f"{fault}, of one disk", tier), disk, fault)
 
 
-def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
-    rig = file_rig("one directory deleted", DIRECTORIES)
+def test_one_directory_is_deleted(make_rig: Callable[..., FaultRig], tmp_path: Path) -> None:
+    rig = make_rig("one directory deleted", DIRECTORIES)
     with rig.under_load():
         rig.wait_for_answers()
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)
@@ -89,12 +89,12 @@ def test_one_directory_is_deleted(file_rig: Callable[..., FaultRig], tmp_path: P
 
 
 @pytest.mark.parametrize("rounds", [SHORT, pytest.param(LONG, marks=pytest.mark.faults)])
-def test_kill_rounds(file_rig: Callable[..., FaultRig], rounds: int) -> None:
+def test_kill_rounds(make_rig: Callable[..., FaultRig], rounds: int) -> None:
     """Whether it stores, loads or opens, and with others: no directory ever holds more than its part."""
     seed = int(os.environ.get("SEED", "7" if rounds == SHORT else str(time.time_ns() % 10_000)))
     print(f"SEED={seed}")
     draw = Random(seed)
-    rig = file_rig(f"SIGKILL of any mover, {rounds} rounds", DIRECTORIES, capacity=FULL)
+    rig = make_rig(f"SIGKILL of any mover, {rounds} rounds", DIRECTORIES, capacity=FULL)
     with ExitStack() as watched:
         for member in rig.tier.members:
             path = Path(member.path)  # type: ignore[attr-defined]

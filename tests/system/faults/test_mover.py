@@ -1,23 +1,29 @@
-"""Movers that die, stop, or hang in NIXL."""
+"""Movers that die, stop, or hang in NIXL, also while thousands of keys are pending."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from nixl_tiers.core.types import Direction
+from nixl_tiers.core.lookup import Lookup
+from nixl_tiers.core.types import BreakerLimits
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
+from tests.support.core import end_step, finish, look_up
+from tests.support.load import put
 from tests.support.waiting import until
-from tests.system.faults.rig import KILLS, PATIENCE_S, TIMEOUT_S, FaultRig
+from tests.system.faults.rig import KILLS, LIMITS, PATIENCE_S, TIMEOUT_S, TIMES, FaultRig
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,7 +51,7 @@ def test_mover_dies_or_stops(make_rig: Callable[..., FaultRig], signal_name: str
     rig.ride_out(lambda: rig.kill(KILLS[signal_name], when), answers=8)
 
 
-@pytest.mark.parametrize(("signal_name", "tier"), matrix(tuple(KILLS), TIERS, unmarked={("SIGKILL", "slabs")}))
+@pytest.mark.parametrize(("signal_name", "tier"), matrix(("SIGKILL", "SIGSTOP"), TIERS, unmarked={("SIGKILL", "slabs")}))
 def test_mover_dies_or_stops_at_start(make_rig: Callable[..., FaultRig], signal_name: str, tier: str) -> None:
     rig = make_rig(f"{signal_name}, at the start", tier)
     signalled: list[int] = []
@@ -96,39 +102,6 @@ def test_mover_hangs_in_nixl(
         rig.wait_until_healed()
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("tier", TIERS)
-def test_repeated_kills(make_rig: Callable[..., FaultRig], tier: str) -> None:
-    rig = make_rig("SIGKILL, 6 times", tier)
-
-    def kill() -> None:
-        for _ in range(6):
-            rig.kill(signal.SIGKILL)
-            rig.wait_for_answers(2)
-
-    rig.ride_out(kill, answers=2)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("tier", TIERS)
-def test_stopped_mover_without_requests(make_rig: Callable[..., FaultRig], tier: str) -> None:
-    """The mover is killed and restarted, and the load breaker closes, all without one request."""
-    rig = make_rig("SIGSTOP, no requests", tier)
-    with rig.under_load() as load:
-        rig.wait_for_answers()
-        load.pause_s = 3600.0
-        assert rig.store.flush(TIMEOUT_S)
-        loads = rig.store.coordinator._core.tiers[0].members[0].breakers[Direction.LOAD]
-        answered = load.stats.gets + 2  # those in flight
-        old = rig.wait_for_mover()
-        os.kill(old, signal.SIGSTOP)
-        rig.fault_ended()
-        rig.wait_for_restart(old)
-        until(lambda: rig.is_up() and loads.episode and loads.closed, "the breaker to close", TIMEOUT_S)
-        assert load.stats.gets <= answered
-        rig.wait_until_healed()
-
-
 @pytest.mark.parametrize(
     ("frozen", "tier"), matrix(("engine", "node"), TIERS, unmarked={("engine", "s3"), ("node", "slabs")})
 )
@@ -154,3 +127,58 @@ def test_pause_kills_no_mover(
         assert rig.mover_pid() == pid
         assert rig.stats()["kills"] == rig.stats()["deaths"] == 0
         rig.wait_until_healed()
+
+
+def test_thousands_of_pending_keys_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig]) -> None:
+    """100 requests wait for 100 rows each. All are answered within their deadline."""
+    # The requests end by their deadline, and neither by the end of the mover nor by its circuit: a slow machine asks
+    # for the last of them when jobs are late already.
+    patient = replace(LIMITS, hard_deadline_min_s=30.0, hard_deadline_max_s=30.0, quarantine_share=1.0)
+    number = 10_000  # several times the rows of the host
+    limits = replace(patient, breaker=BreakerLimits(failures_to_open=BreakerLimits.results + 1))
+    long = msgspec.structs.replace(TIMES, heartbeat_timeout_s=60.0)
+    rig = make_rig(f"{number} pending keys, mover stopped", "slabs", chunk=1024, limits=limits, times=long)
+    with rig.under_load():
+        store, coordinator = rig.store, rig.store.coordinator
+        keys = [b"pending-%06d" % n for n in range(number)]
+        for start in range(0, number, 500):
+            put(store, keys[start : start + 500])
+        assert store.flush(TIMEOUT_S)
+        until(rig.is_up, "the tier", TIMEOUT_S)
+        pid = rig.wait_for_mover()
+        os.kill(pid, signal.SIGSTOP)
+        names = {f"pending-{n}": keys[n::100] for n in range(100)}
+        waiting = dict(names)
+        most = 0
+        while waiting:
+            pending = 0
+            for name in [*waiting]:
+                answers = [look_up(coordinator, key, name) for key in waiting[name]]
+                pending += answers.count(Lookup.PENDING)
+                if Lookup.PENDING not in answers:
+                    del waiting[name]
+            most = max(most, pending)
+            end_step(coordinator)
+            with coordinator.changed:
+                coordinator.changed.wait(0.05)
+        assert most > number // 2
+        for name in names:
+            finish(coordinator, name)
+        rig.wait_for_answers()
+        with contextlib.suppress(ProcessLookupError):  # a slow machine: the watchdog has killed it by now
+            os.kill(pid, signal.SIGCONT)
+        rig.fault_ended()
+        rig.wait_until_healed()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tier", TIERS)
+def test_reset_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig], tier: str) -> None:
+    rig = make_rig("reset while the mover is stopped", tier)
+
+    def stop_and_reset() -> None:
+        pid = rig.signal_mover(signal.SIGSTOP)
+        rig.store.reset()
+        rig.wait_for_restart(pid)
+
+    rig.ride_out(stop_and_reset, answers=8)
