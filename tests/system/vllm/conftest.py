@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +18,56 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from nixl_tiers.base.times import PRODUCTION, Times
 from tests.support import vllm_cpu
 from tests.support.models import save_random
-from tests.system.vllm.fork_server import ForkServer
+from tests.system.vllm import run_engine
 from tests.vllm.conftest import offloading_config, ordinary_logging, weights_folder
+from tools.torture.engine import forked
 
 __all__ = ["offloading_config", "ordinary_logging", "weights_folder"]
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
+def run_apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Calls a function of a module in a process of its own, with JSON; returns what that returns, also JSON.
 
-
-@pytest.fixture(scope="session")
-def run_script(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Runs a script of this directory that takes two JSON files, PLAN and RESULT; returns the result.
-
-    `new_process`: not in a fork of the fork server. Raises with the script's last words.
+    `new_process`: not in a fork of the process that has imported vLLM, which takes seconds: forks share Python's hash
+    seed. Raises with the process's last words.
     """
-    root = str(Path(__file__).parents[3])
 
     def run(
-        name: str, plan: Any, env: dict[str, str] | None = None, timeout_s: float = 600.0, *, new_process: bool = False
+        function: Callable[[Any], Any],
+        plan: Any,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        *,
+        new_process: bool = False,
     ) -> Any:
-        script, place = Path(__file__).with_name(name), tmp_path_factory.mktemp("script")
-        plan_file, result_file, log = place / "plan.json", place / "result.json", place / "stderr"
-        plan_file.write_text(json.dumps(plan))
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": paths, **(env or {})}
-        arguments = [str(plan_file), str(result_file)]
+        place = tmp_path_factory.mktemp("process")
+        arguments = (function, plan, place / "result", {**os.environ, **(env or {})}, place / "stderr")
+        process: BaseProcess
         if new_process:
-            command = [sys.executable, str(script), *arguments]
-            with log.open("wb") as stderr:
-                status = subprocess.run(
-                    command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, timeout=timeout_s, check=False
-                ).returncode
+            process = multiprocessing.get_context("spawn").Process(target=run_engine.become, args=arguments)
+            process.start()
         else:
-            status = fork_server.run(script, arguments, environment, log, timeout_s)
-        assert status == 0, f"{status}: {log.read_text(errors='replace')[-4000:]}"
-        return json.loads(result_file.read_text())
+            process = forked(run_engine.become, *arguments)
+        try:
+            process.join(timeout_s)
+        finally:
+            process.kill()
+            process.join()
+        words = (place / "stderr").read_text(errors="replace")
+        assert process.exitcode == 0, f"{process.exitcode}: {words[-4000:]}"
+        return json.loads((place / "result").read_text())
 
     return run
 
 
 @pytest.fixture(scope="session")
-def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
+def engine(run_apart: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Runs an engine from its start to its end (see run_engine.py); returns what each step gave.
 
-    `path`: the model, by default the one that vllm_cpu builds. `transfer`: fields of KVTransferConfig to replace.
-    `times`: of the engine and its movers. `env`, `new_process`: see run_script.
+    `path`: the model, by default the one that vllm_cpu builds; others are run in float32, and without a tokenizer.
+    `transfer`: fields of KVTransferConfig to replace. `times`: of the engine and its movers. `env`, `new_process`: see
+    run_apart.
     """
 
     def run(
@@ -79,16 +80,17 @@ def engine(run_script: Callable[..., Any]) -> Callable[..., list[Any]]:
         new_process: bool = False,
         **settings: Any,
     ) -> list[Any]:
-        model = path or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+        if path is not None:
+            settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
         plan = {
-            "model": str(model),
+            "model": str(path or vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")),
             "tiers": tiers,
             "transfer": transfer or {},
             "times": msgspec.to_builtins(times),
             "settings": {"max_model_len": 2048, **settings},
             "steps": steps,
         }
-        result: list[Any] = run_script("run_engine.py", plan, env, new_process=new_process)
+        result: list[Any] = run_apart(run_engine.main, plan, env, new_process=new_process)
         return result
 
     return run
@@ -107,3 +109,16 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=2048,
         initializer_range=0.2,
     )
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> dict[str, Any]:
+    """Settings of an engine."""
+    cores = vllm_cpu.all_cores()
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    return {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }

@@ -1,39 +1,37 @@
-"""A real engine in a separate process: runs a list of steps and writes the result of each.
-
-    python run_engine.py PLAN RESULT        both JSON files
+"""A real engine in a process of its own: runs a list of steps and returns the result of each.
 
 Plan: {"model": path, "tiers": fields of kv_connector_extra_config or null, "transfer": fields of KVTransferConfig to
-replace, "settings": {...}, "steps": [...]}, and "times" if they are not production's: fields of Times.
+replace, "times": fields of Times, "settings": {...}, "steps": [...]}.
 Steps: ["generate", prompts, max_tokens] with prompts as lists of token ids, asked at once, or with [name, number, path]
 of a LoRA adapter behind that; ["ask", prompt, max_tokens, {...}] asks one with a "salt", with actions of vLLM's
 kv_hints as [type, payload] in "hints", or with "options" as for nixl_tiers in kv_transfer_params;
+["offline"] asks what examples/offline.py asks;
 ["forget"] empties the engine's own prefix cache; ["reset"] that and the connector's; ["evict"] that and host memory,
-when all tiers are up; ["kill", n] kills the n-th mover;
+when all tiers are up; ["kill"] kills the first mover;
 ["flush"] waits for the storage tiers, and ["promoted", n] until n chunks have been; ["stats"];
 ["change", how, path] replaces the weights by those of another model, by a "reload" of vLLM's, or embeddings alone by
 a "load" behind its back;
-["touch", file] creates a file and ["await", file] waits for one; ["break", n] has the next n copies of loads put wrong
-bytes into the engine's blocks and fail; ["hold", n] has copies of loads wait until n more steps computed nothing, and
-counts steps from then on; ["steps"] how many there were so far, by whether they computed something, and how many
-drafted tokens they checked;
-["offline"] asks what examples/offline.py asks;
+["break", n] has the next n copies of loads put wrong bytes into the engine's blocks and fail;
+["steps"] how many there were since it was asked last, by whether they computed something, and how many drafted tokens
+they checked;
 ["wipe"] fills the engine's blocks with zeros, and ["pages"] gives digests of each rank's blocks with anything else;
-["queue"] has steps that compute wait until what requests in the queue are to load is in host memory, and ["turns"] says
-of each of these requests where its chunks were at its arrival and when its turn came, and whether it then waited;
 ["follow"] waits until a router that follows the KV events (settings: "kv_events_config") says of each chunk that was
 looked up or offered so far what `locate` and the tiers' indexes say, and counts chunks by their tiers, by that router.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import hashlib
 import json
 import os
 import runpy
 import signal
 import sys
 import threading
-from collections import Counter
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,28 @@ from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up
 
 
+def become(
+    function: Callable[[Any], Any], plan: Any, result: Path, environment: Mapping[str, str], stderr: Path
+) -> None:
+    """What a process is for, and its end: as Python's, but for the destructors of C++, which wait for threads of the
+    process that it was forked from."""
+    with Path(os.devnull).open("r+b") as nothing, stderr.open("wb") as log:
+        for descriptor, file in enumerate((nothing, nothing, log)):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    status = 0
+    try:
+        result.write_text(json.dumps(function(plan)))
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def main(plan: dict[str, Any]) -> list[Any]:
     transfer = None
     if plan["tiers"] is not None:
@@ -54,13 +74,15 @@ def main(plan: dict[str, Any]) -> list[Any]:
         transfer = {**vllm_cpu.kv_transfer(**patient), **plan["transfer"]}
     settings = plan["settings"]
     events = settings.pop("kv_events_config", None)
-    settings |= publishing(events) if events else {}
-    times = msgspec.convert(plan.get("times", {}), Times)
+    if events:
+        from vllm.config import KVEventsConfig
+
+        settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **events)
+    times = msgspec.convert(plan["times"], Times)
     llm = vllm_cpu.in_process_llm(Path(plan["model"]), transfer, times=times, **settings)
     core = llm.llm_engine.engine_core.engine_core
     try:
-        if events:
-            core.follower = Follower(core, llm, events)
+        core.counts, core.router = counted_steps(core), Router(core, llm, events) if events else None
         if transfer is not None:
             until_up(store_of(core))
         return [carry_out(llm, core, *step) for step in plan["steps"]]
@@ -69,56 +91,62 @@ def main(plan: dict[str, Any]) -> list[Any]:
 
 
 def carry_out(llm: Any, core: Any, verb: str, *arguments: Any) -> Any:
-    if verb in ("generate", "ask", "offline"):
-        questions = {"generate": generate, "ask": ask, "offline": offline}
-        return questions[verb](llm, *arguments)
-    if verb in ("forget", "reset"):
-        assert llm.reset_prefix_cache(reset_connector=verb == "reset")
-        return until_up(store_of(core)) if verb == "reset" else None
-    if verb in ("evict", "kill"):
-        return evict(llm, store_of(core)) if verb == "evict" else kill_mover(store_of(core), *arguments)
-    if verb in ("touch", "await"):
-        file = Path(arguments[0])
-        return file.touch() if verb == "touch" else until(file.exists, str(file), timeout_s=500)
-    if verb in ("break", "change"):
-        return break_loads(*arguments) if verb == "break" else change_weights(llm, *arguments)
-    if verb in ("hold", "queue"):
-        core.of_test = Steps(core, *arguments) if verb == "hold" else Queue(core)
-        return None
-    if verb in ("steps", "turns", "follow"):
-        return core.follower.agrees() if verb == "follow" else core.of_test.seen()
-    if verb in ("pages", "wipe"):
-        return llm.collective_rpc(digests if verb == "pages" else wipe)
-    assert verb in ("flush", "stats", "promoted")
-    store = store_of(core)
-    if verb == "stats":
-        return store.stats()
-    return until(lambda: store.flush(300) if verb == "flush" else promoted(store) >= arguments[0], verb)
+    of_engine: dict[str, Callable[..., Any]] = {
+        "generate": generate,
+        "ask": ask,
+        "offline": offline,
+        "change": change_weights,
+        "forget": reset,
+        "pages": lambda llm: llm.collective_rpc(digests),
+        "wipe": lambda llm: llm.collective_rpc(wipe),
+    }
+    if verb in of_engine:
+        return of_engine[verb](llm, *arguments)
+    of_test: dict[str, Callable[..., Any]] = {"break": break_loads, "steps": lambda: steps(core)}
+    if core.router is not None:
+        of_test["follow"] = core.router.agrees
+    if verb in of_test:
+        return of_test[verb](*arguments)
+    of_store: dict[str, Callable[..., Any]] = {
+        "stats": TieredStore.stats,
+        "kill": kill_mover,
+        "reset": lambda store: (reset(llm, connector=True), until_up(store))[1],
+        "evict": lambda store: evict(llm, store),
+        "flush": lambda store: until(lambda: store.flush(300), verb),
+        "promoted": lambda store, count: until(lambda: store.stats()["cpu"]["promoted"] >= count, verb),
+    }
+    return of_store[verb](store_of(core), *arguments)
 
 
 def offline(llm: Any) -> list[Any]:
     return list(runpy.run_path(str(Path(__file__).parents[3] / "examples/offline.py"))["ask"](llm))
 
 
+def reset(llm: Any, *, connector: bool = False) -> None:
+    assert llm.reset_prefix_cache(reset_connector=connector)
+
+
 def evict(llm: Any, store: Any) -> None:
     until_up(store)
-    assert llm.reset_prefix_cache()
+    reset(llm)
     until(lambda: reclaim_all_host_rows(store), "every host row to be free")
 
 
-def kill_mover(store: Any, number: int) -> None:
+def steps(core: Any) -> dict[str, int]:
+    found = dict(core.counts)
+    core.counts.clear()
+    return found
+
+
+def kill_mover(store: Any) -> None:
     """Returns when that is seen: what a dead mover is sent until then is no hit for a while."""
 
     def deaths() -> float:
         return sum(tier.get("deaths", 0) for tier in store.stats().values())
 
     before = deaths()
-    os.kill(store.coordinator.mover_pids[number], signal.SIGKILL)
+    os.kill(store.coordinator.mover_pids[0], signal.SIGKILL)
     until(lambda: deaths() > before, "the death of a mover")
-
-
-def promoted(store: Any) -> float:
-    return float(store.stats()["cpu"]["promoted"])
 
 
 def change_weights(llm: Any, how: str, path: str) -> None:
@@ -154,8 +182,6 @@ def wipe(worker: Any) -> None:
 
 def digests(worker: Any) -> list[list[str]]:
     """Of each block that is in use, in the order of their numbers: one of each layer. Block 0 is vLLM's dummy."""
-    import hashlib
-
     import torch
 
     layers = [layer.flatten(1) for layer in worker.model_runner.kv_caches]
@@ -204,99 +230,36 @@ def ask(llm: Any, prompt: list[int], max_tokens: int, wish: dict[str, Any]) -> d
     return {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
 
-class Steps:
-    """Holds copies of loads until `empty` steps computed nothing, and counts steps."""
+def counted_steps(core: Any) -> Counter[str]:
+    counts, schedule = Counter[str](), core.scheduler.schedule
 
-    def __init__(self, core: Any, empty: int) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        self.counts: Counter[str] = Counter()
-        self._left = empty
-        self._may_copy = threading.Event()
-        if not empty:
-            self._may_copy.set()
-        swap = get_kv_transfer_group().connector_worker.worker._swap
-        self._schedule, self._copy = core.scheduler.schedule, swap.copy
-        core.scheduler.schedule, swap.copy = self.schedule, self.copy
-
-    def seen(self) -> dict[str, int]:
-        return dict(self.counts)
-
-    def schedule(self, *arguments: Any) -> Any:
-        output = self._schedule(*arguments)
-        kind = "computing" if output.total_num_scheduled_tokens else "empty"
-        self.counts[kind] += 1
-        self.counts["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        if kind == "empty":
-            self._left -= 1
-            if self._left <= 0:
-                self._may_copy.set()
+    def counted(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        counts["computing" if output.total_num_scheduled_tokens else "empty"] += 1
+        counts["drafted"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
         return output
 
-    def copy(self, *arguments: Any, to_host: bool) -> Any:
-        assert to_host or self._may_copy.wait(300)
-        return self._copy(*arguments, to_host=to_host)
+    core.scheduler.schedule = counted
+    return counts
 
 
-class Queue:
-    """Requests that are in vLLM's queue while another computes: it goes on once they have all chunks in host memory, or
-    when that takes long."""
-
-    def __init__(self, core: Any) -> None:
-        self.turns: dict[str, dict[str, Any]] = {}
-        self._keys: dict[str, list[Any]] = {}
-        manager = core.scheduler.connector.connector_scheduler.manager
-        self._coordinator, executor = manager._coordinator, core.model_executor
-        self._anticipate, self._scan = manager.anticipate, self._coordinator._core.look_up
-        self._execute = executor.execute_model
-        manager.anticipate, self._coordinator._core.look_up = self.anticipate, self.scan
-        executor.execute_model = self.execute
-
-    def seen(self) -> list[dict[str, Any]]:
-        return list(self.turns.values())
-
-    def anticipate(self, request: str, keys: Any, rank: Any) -> Any:
-        if keys:
-            self._keys[request] = list(keys)
-            self.turns[request] = {"arrival": locate(self._coordinator, keys), "computed": 0}
-        return self._anticipate(request, keys, rank)
-
-    def execute(self, output: Any, *arguments: Any, **named: Any) -> Any:
-        queued = [request for request, turn in self.turns.items() if "turn" not in turn]
-        for request in queued:
-            turn, keys = self.turns[request], self._keys[request]
-            turn["computed"] += output.total_num_scheduled_tokens
-            if turn["computed"] > output.total_num_scheduled_tokens:
-                continue
-            with contextlib.suppress(AssertionError):  # the test sees that it is not there
-                until(lambda keys=keys: set(locate(self._coordinator, keys)) == {"cpu"}, "promotions", timeout_s=100)
-        return self._execute(output, *arguments, **named)
-
-    def scan(self, request: str, *arguments: Any) -> Any:
-        found = self._scan(request, *arguments)
-        turn = self.turns.get(request, {})
-        if turn and "turn" not in turn:
-            turn.update(turn=locate(self._coordinator, self._keys[request]), waits=found.waits)
-        return found
-
-
-def publishing(events: dict[str, str]) -> dict[str, Any]:
-    from vllm.config import KVEventsConfig
-
-    return {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **events)}
-
-
-class Follower:
-    """A router beside the engine, and the chunks that requests had, with the tokens before their ends."""
+class Router:
+    """Follows the engine's KV events over ZeroMQ, as those of Dynamo and llm-d do, and refuses what they would drop in
+    silence: a block without tokens, or whose parent it does not know."""
 
     def __init__(self, core: Any, llm: Any, events: dict[str, str]) -> None:
-        from tests.support.router import Router
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
 
-        self._llm = llm
-        self._router = Router(events["endpoint"], events["replay_endpoint"])
+        self._llm, self._received, self._decoder = llm, 0, msgspec.msgpack.Decoder(KVEventBatch)
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(events["endpoint"])
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._prefixes: dict[Any, list[int]] = {None: []}  # the tokens from a prompt's first to a block's last
+        self._places: dict[Any, Counter[Any]] = defaultdict(Counter)  # but for the engine's own cache
         manager = core.scheduler.connector.connector_scheduler.manager
         self._coordinator = manager._coordinator
-        self._ends: dict[Any, int] = {}
+        self._ends: dict[Any, int] = {}  # of the chunks that requests had: the tokens before them
         finish = manager.on_request_finished
 
         def finished(context: Any) -> None:
@@ -307,13 +270,19 @@ class Follower:
 
     def agrees(self) -> dict[str, int]:
         until(self._agrees, "the router to know what locate says")
-        return dict(Counter(", ".join(sorted(map(str, self._tiers(key)))) for key in self._ends))
+        return dict(Counter(", ".join(sorted(self._tiers(key))) for key in self._ends))
 
     def _agrees(self) -> bool:
         generate(self._llm, [[1]], 1)  # an idle engine publishes nothing
-        self._router.receive()
-        places = locate(self._coordinator, list(self._ends))
-        if [self._located(key) for key in self._ends] != places:
+        while self._socket.poll(200):
+            _, number, batch = self._socket.recv_multipart()
+            assert int.from_bytes(number, "big") == self._received, "a batch is missing"
+            self._received += 1
+            for event in self._decoder.decode(batch).events:
+                self._take(event)
+        names = ("cpu", *self._coordinator.config.names)
+        found = [next((name for name in names if name in self._tiers(key)), None) for key in self._ends]
+        if found != locate(self._coordinator, list(self._ends)):
             return False
         with self._coordinator.core() as tiers:
             held = {
@@ -323,20 +292,34 @@ class Follower:
             }
         return all(self._tiers(key) == names for key, names in held.items())
 
-    def _tiers(self, key: Any) -> set[str | None]:
-        return {"cpu" if medium == "CPU" else owner for medium, owner, _ in self._router.tiers(self._block(key))}
+    def _take(self, event: Any) -> None:
+        kind, medium = type(event).__name__, getattr(event, "medium", "GPU")
+        place = "cpu" if medium == "CPU" else getattr(event, "ownership", None)
+        if kind == "BlockRemoved" and medium != "GPU":
+            for block in event.block_hashes:
+                assert self._places[block][place] == 1, f"{block} is not in {place}"
+                self._places[block][place] = 0
+        elif kind == "BlockStored":
+            assert event.block_size > 0, "a placeholder, which only says that something was stored"
+            assert len(event.token_ids) == event.block_size * len(event.block_hashes), "not one hash a block"
+            parent = event.parent_block_hash
+            for start, block in enumerate(event.block_hashes):
+                tokens = event.token_ids[start * event.block_size : (start + 1) * event.block_size]
+                prefix = self._prefixes[parent] + tokens  # KeyError: a child comes before its parent
+                assert self._prefixes.setdefault(block, prefix) == prefix
+                if medium != "GPU":
+                    assert not self._places[block][place], f"{block} is stored twice in {place}"
+                    self._places[block][place] = 1
+                parent = block
 
-    def _located(self, key: Any) -> str | None:
-        tiers = self._tiers(key)
-        if tiers:
-            assert len(self._router.prefix(self._block(key))) == self._ends[key]
-        return next((name for name in ("cpu", *self._coordinator.config.names) if name in tiers), None)
-
-    def _block(self, key: Any) -> Any:
+    def _tiers(self, key: Any) -> set[str]:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
         from vllm.v1.kv_offload.base import get_offload_block_hash
 
-        return maybe_convert_block_hash(get_offload_block_hash(key))
+        block = maybe_convert_block_hash(get_offload_block_hash(key))
+        tiers = {place for place, count in self._places[block].items() if count}
+        assert not tiers or len(self._prefixes[block]) == self._ends[key]
+        return tiers
 
 
 def break_loads(times: int) -> None:
@@ -358,8 +341,3 @@ def break_loads(times: int) -> None:
         good(group, pairs, to_host=to_host)
 
     swap.copy = copy
-
-
-if __name__ == "__main__":
-    result = main(json.loads(Path(sys.argv[1]).read_text()))
-    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -12,30 +12,34 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from nixl_tiers.base.chunk import Geometry
 from tests.support import vllm_cpu
-from tests.support.file_tier import file_tier
+from tests.support.file_tier import file_tier, files_tier
 from tests.support.models import save_random
 from tests.support.servers import MotoServer
 from tests.support.times import PATIENT, patient_config
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 BLOCK = vllm_cpu.BLOCK_TOKENS
 CPU = {"type": "cpu", "capacity": "256MiB"}
+PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
+CHUNKS = len(PROMPT) // BLOCK
+WHOLE = CHUNKS * BLOCK
+RECOMPUTING = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
 Engine = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return vllm_cpu.build_model(vllm_cpu.cache_directory() / "model")
+def ask(number: int = 0, tokens: int = 700, answer: int = 16) -> list[Any]:
+    return ["generate", [[(7 * i * i + 3 * i + number) % 500 + 1 for i in range(tokens)]], answer]
 
 
 @pytest.fixture(scope="module")
-def prompts(model: Path) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """Four prompts of real text: about 550 tokens, the last two with the same beginning."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"))
     sentences = [
         [
             f"On day {day} the ship {name} carried {day * number % 89} barrels of {cargo} to port {day % 7}."
@@ -49,72 +53,53 @@ def prompts(model: Path) -> list[list[int]]:
 
 
 def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
-    return [answer["tokens"] for answer in answers]
+    found = [answer["tokens"] for answer in answers]
+    assert all(len(set(each)) > 2 for each in found), "a model that always repeats one token shows nothing"
+    return found
 
 
 @pytest.mark.smoke
 def test_one_prompt_through_every_tier(
     engine: Engine, prompts: list[list[int]], moto: MotoServer, tmp_path: Path
 ) -> None:
-    """Cold, GPU, host memory; file in a new engine, while it waits for its turn; S3 in one without the files. bf16, one
-    request at a time."""
+    """Cold, GPU, host memory, and after a reset computed again; file in a new engine; S3 in one without the files.
+    bf16, one request at a time."""
     prompt = prompts[0]
-    whole = len(prompt) // BLOCK * BLOCK
-    ask = ["generate", [prompt], 16]
-    s3 = {
-        "type": "s3",
-        "bucket": moto.make_bucket(f"engine-{os.getpid()}"),
-        "endpoint": moto.endpoint,
-        "capacity": "256MiB",
-    }
+    chunks = len(prompt) // BLOCK
+    whole = chunks * BLOCK
+    asked = ["generate", [prompt], 16]
+    place = {"bucket": moto.make_bucket(f"engine-{os.getpid()}"), "endpoint": moto.endpoint}
+    s3 = {"type": "s3", "capacity": "256MiB", **place}
     tiers = patient_config({"tiers": [CPU, file_tier(tmp_path / "kv", "256MiB"), s3]})
 
-    without = engine(None, ask, ask)
-    cold, gpu, _, cpu, stats, _, first = engine(
-        tiers, ask, ask, ["forget"], ask, ["stats"], ["flush"], ["stats"], env=moto.env, times=PATIENT
+    without = engine(None, asked, asked)
+    cold, gpu, _, cpu, stats, _, first, _, reset, kept = engine(
+        *(tiers, asked, asked, ["forget"], asked, ["stats"], ["flush"], ["stats"], ["reset"], asked, ["stats"]),
+        env=moto.env,
+        times=PATIENT,
     )
-    assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(without[0])
-    assert (cold[0]["cached"], gpu[0]["cached"], cpu[0]["cached"]) == (0, whole, whole)
+    assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(reset) == tokens(without[0])
+    assert [answer[0]["cached"] for answer in (cold, gpu, cpu, reset)] == [0, whole, whole, 0]
     # With the same part of the prompt cached, the same sums are made: equal bytes give equal numbers, to the last bit.
     assert cpu[0]["logprobs"] == gpu[0]["logprobs"] == without[1][0]["logprobs"]
-    chunks = whole // BLOCK
     assert stats["cpu"]["hits"] == chunks
     payload = stats["cpu"]["bytes_written"]
     assert first["file"]["bytes_written"] == first["s3"]["bytes_written"] == payload
+    assert kept["file"]["hits"] == kept["s3"]["hits"] == 0
 
-    # A prompt before it, of less than a block: while that computes, the other waits for its turn.
-    queue = [["queue"], ["generate", [prompts[1][: BLOCK // 2], prompt], 16], ["turns"], ["stats"]]
-    transfer = {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"}
     # Another process than a fork of the one before it has another hash seed, on which no key may depend.
-    settings: dict[str, Any] = {"transfer": transfer, "max_num_seqs": 1, "new_process": True, "times": PATIENT}
-    _, file, (turn,), stats = engine(tiers, *queue, env=moto.env, **settings)
-    assert turn.pop("computed") >= BLOCK // 2
-    assert turn == {"arrival": ["file"] * chunks, "turn": ["cpu"] * chunks, "waits": False}
-    assert file[1] == cpu[0]
+    settings: dict[str, Any] = {"transfer": RECOMPUTING, "new_process": True, "env": moto.env, "times": PATIENT}
+    file, stats = engine(tiers, asked, ["stats"], **settings)
+    assert file[0] == cpu[0]
     assert (stats["file"]["hits"], stats["file"]["bytes_read"]) == (chunks, payload)
     assert (stats["s3"]["hits"], stats["cpu"]["bytes_written"]) == (0, 0)
 
     shutil.rmtree(tmp_path / "kv")
-    s3_hit, stats = engine(tiers, ask, ["stats"], env=moto.env, times=PATIENT)
+    s3_hit, stats = engine(tiers, asked, ["stats"], env=moto.env, times=PATIENT)
     assert s3_hit[0] == cpu[0]
     assert (stats["s3"]["hits"], stats["s3"]["bytes_read"]) == (chunks, payload)
     assert stats["file"]["hits"] == 0
     assert all(tier["corrupt"] == tier["failed"] == 0 for tier in stats.values())
-
-
-@pytest.mark.smoke
-def test_after_a_reset_everything_is_computed_again(engine: Engine, small_model: Path, tmp_path: Path) -> None:
-    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
-    ask = ["generate", [prompt], 16]
-    tiers = patient_config({"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]})
-    options: dict[str, Any] = {"path": small_model, "skip_tokenizer_init": True, "dtype": "float32", "times": PATIENT}
-    cold, _, _, cpu, _, after, stats = engine(
-        tiers, ask, ["flush"], ["forget"], ask, ["reset"], ask, ["stats"], **options
-    )
-    assert [answer[0]["cached"] for answer in (cold, cpu, after)] == [0, len(prompt) // BLOCK * BLOCK, 0]
-    assert len(set(cold[0]["tokens"])) > 2, "a model that always repeats one token shows nothing"
-    assert tokens(cold) == tokens(cpu) == tokens(after)
-    assert stats["file"]["hits"] == stats["file"]["corrupt"] == 0
 
 
 def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: list[list[int]], tmp_path: Path) -> None:
@@ -126,20 +111,21 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
         # Room for what is stored before the reset and for what is stored after it.
         "tiers": [{**CPU, "capacity": "512MiB"}, file_tier(tmp_path / "kv", "1GiB")],
     }
-    ask = ["generate", prompts, 12]
+    asked = ["generate", prompts, 12]
     # Leaves one block of the prompt in the engine's own cache, so that a load begins at the chunk's second block.
     begin = ["generate", [prompt[: BLOCK + 5] for prompt in prompts], 1]
-    (without,) = engine(None, ask, **options)
+    (without,) = engine(None, asked, **options)
     offline = ["offline"]
-    before = [ask, ["forget"], ask, ["forget"], begin, ask, offline, ["flush"]]
+    before = [asked, ["forget"], asked, ["forget"], begin, asked, offline, ["flush"]]
     cold, _, cpu, _, _, part, example, _, _, after_reset, stats = engine(
-        tiers, *before, ["reset"], ask, ["stats"], **options
+        tiers, *before, ["reset"], asked, ["stats"], **options
     )
     assert tokens(cold) == tokens(cpu) == tokens(part) == tokens(after_reset) == tokens(without)
     assert len({tuple(answer["tokens"]) for answer in cold}) == len(prompts), "equal answers to all would show nothing"
     chunk = 2 * BLOCK
+    whole = [len(prompt) // chunk * chunk for prompt in prompts[:3]]
     for hit in (cpu, part):
-        assert [answer["cached"] for answer in hit[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
+        assert [answer["cached"] for answer in hit[:3]] == whole
         # What it shares with the third is the engine's own hit, and vLLM does not load less than a chunk behind it.
         assert hit[3]["cached"] >= chunk
     assert all(answer["cached"] < chunk for answer in after_reset[:2]), "a reset must forget every tier"
@@ -147,12 +133,12 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
 
     # Then from files again, when their mover was killed, and when it is back.
     file, stats, _, _, all_lost, _, back, after, example_again = engine(
-        tiers, ask, ["stats"], ["evict"], ["kill", 0], ask, ["evict"], ask, ["stats"], offline, **options
+        tiers, asked, ["stats"], ["evict"], ["kill"], asked, ["evict"], asked, ["stats"], offline, **options
     )
     assert tokens(file) == tokens(all_lost) == tokens(back) == tokens(without)
     assert stats["file"]["hits"] > 0
     for hit in (file, back):
-        assert [answer["cached"] for answer in hit[:3]] == [len(prompt) // chunk * chunk for prompt in prompts[:3]]
+        assert [answer["cached"] for answer in hit[:3]] == whole
     assert after["file"]["deaths"] == 1
     assert after["file"]["hits"] >= 2 * stats["file"]["hits"]
     assert after["file"]["corrupt"] == after["file"]["missing"] == 0
@@ -162,112 +148,155 @@ def test_several_requests_at_once_are_exact_in_fp32(engine: Engine, prompts: lis
     assert 0 == cached[0] < chunk <= cached_again[0]
 
 
-@pytest.mark.skipif(len(vllm_cpu.all_cores()) < 2, reason="two ranks need two cores")
-def test_two_ranks_share_rows(engine: Engine, small_model: Path, tmp_path: Path) -> None:
-    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(700)]
-    ask = ["generate", [prompt], 16]
-    tiers = {"tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    cores = vllm_cpu.all_cores()
-    options: dict[str, Any] = {
-        "path": small_model,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "tensor_parallel_size": 2,
-        "distributed_executor_backend": "mp",
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}", "VLLM_CPU_KVCACHE_SPACE": "1"},
-    }
-    cold, gpu, _, cpu, _, _, file, stats = engine(
-        tiers, ask, ask, ["forget"], ask, ["flush"], ["evict"], ask, ["stats"], **options
-    )
-    whole = len(prompt) // BLOCK * BLOCK
-    assert len(set(cold[0]["tokens"])) > 2, "a model that always repeats one token shows nothing"
-    assert tokens(cold) == tokens(cpu) == tokens(file)
-    assert [answer[0]["cached"] for answer in (gpu, cpu, file)] == [whole] * 3
-    assert gpu[0]["logprobs"] == cpu[0]["logprobs"] == file[0]["logprobs"]
-    assert stats["file"]["hits"] == whole // BLOCK
+@pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_share_rows(engine: Engine, two_ranks: dict[str, Any], tmp_path: Path, heads: int) -> None:
+    """Of one head each rank holds a copy: it is stored once, and found by an engine with one rank, and the other way
+    round. Only our connector sees that."""
+    model = save_random("LlamaForCausalLM", tmp_path / "m", num_key_value_heads=heads, initializer_range=0.2)
+    one: dict[str, Any] = {"path": model, "transfer": RECOMPUTING if heads == 1 else {}}
+    two = one | two_ranks
+    row = Geometry(1, 2 * 2 * BLOCK * 64 * 4)  # keys and values of a head in two layers in float32
+    for place, (writer, reader) in (("kv-1", (two, one)), ("kv-2", (one, two))) if heads == 1 else [("kv", (two, two))]:
+        tiers = {"tiers": [CPU, file_tier(tmp_path / place, "64MiB")]}
+        cold, gpu, _, cpu, stored, _ = engine(tiers, ask(), ask(), ["forget"], ask(), ["stats"], ["flush"], **writer)
+        file, found = engine(tiers, ask(), ["stats"], **reader)
+        assert [answer[0]["cached"] for answer in (cold, gpu, cpu, file)] == [0, WHOLE, WHOLE, WHOLE]
+        assert tokens(cold) == tokens(cpu) == tokens(file)
+        assert gpu[0]["logprobs"] == cpu[0]["logprobs"]
+        assert (stored["cpu"]["hits"], found["file"]["hits"]) == (CHUNKS, CHUNKS)
+        assert heads > 1 or found["file"]["bytes_read"] == CHUNKS * row.row_bytes
 
 
-@pytest.fixture
-def windowed_model(tmp_path: Path) -> Path:
-    """A Gemma with random weights: of its six layers two attend to everything, four to the last 200 tokens."""
-    return save_random(
-        "Gemma3ForCausalLM",
-        tmp_path / "windowed",
-        num_hidden_layers=6,
-        head_dim=64,
-        sliding_window=200,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    )
+LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "conv_dim": 256,
+    "conv_dim_out": 256,
+    "block_dim": 256,
+    "block_ff_dim": 512,
+}
+GEMMA = {
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "sliding_window": 200,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
 
 
-def test_windowed_layers_are_groups_of_their_own(engine: Engine, windowed_model: Path, tmp_path: Path) -> None:
-    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
-    ask = ["generate", [prompt], 8]
+@pytest.mark.parametrize(
+    ("architecture", "fields", "least", "most"),
+    [
+        # Of six layers two attend to everything, four to the last 200 tokens: four whole chunks of the former, and of
+        # each group of the others no more than its window needs.
+        ("Gemma3ForCausalLM", GEMMA, 4 + 2, 3 * 4 - 1),
+        # Of four layers two keep a state, of which vLLM keeps that at the end of a chunk, and no other block of the
+        # chunk: one at the prompt's last boundary.
+        ("Lfm2ForCausalLM", LFM2, 4 + 1, 4 + 1),
+    ],
+)
+def test_layers_of_other_kinds_are_groups_of_their_own(
+    engine: Engine, architecture: str, fields: dict[str, Any], least: int, most: int, *, tmp_path: Path
+) -> None:
+    model = save_random(architecture, tmp_path / "model", **fields)
     tiers = {"blocks_per_chunk": 2, "tiers": [CPU, file_tier(tmp_path / "kv", "64MiB")]}
-    options: dict[str, Any] = {"path": windowed_model, "skip_tokenizer_init": True, "dtype": "float32"}
-    cold, gpu, _, cpu, _ = engine(tiers, ask, ask, ["forget"], ask, ["flush"], **options)
-    file, stats = engine(tiers, ask, ["stats"], **options)
+    long = ask(0, 1100, 8)
+    cold, gpu, _, cpu, _ = engine(tiers, long, long, ["forget"], long, ["flush"], path=model)
+    file, stats = engine(tiers, long, ["stats"], path=model)
     assert [answer[0]["cached"] for answer in (cold, gpu, cpu, file)] == [0, 1024, 1024, 1024]
     assert tokens(cold) == tokens(gpu) == tokens(cpu) == tokens(file)
     assert gpu[0]["logprobs"] == cpu[0]["logprobs"] == file[0]["logprobs"]
     assert min(gpu[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
-    # Four whole chunks of the full-attention group; of each windowed group, no more than its window needs.
-    assert 4 + 2 <= stats["file"]["hits"] < 3 * 4
-
-
-@pytest.fixture
-def recurrent_model(tmp_path: Path) -> Path:
-    """An LFM2 with random weights: of its four layers two attend to everything, two keep a state."""
-    return save_random(
-        "Lfm2ForCausalLM",
-        tmp_path / "recurrent",
-        num_hidden_layers=4,
-        layer_types=["conv", "full_attention", "conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-        conv_dim=256,
-        conv_dim_out=256,
-        block_dim=256,
-        block_ff_dim=512,
-    )
-
-
-def test_the_last_block_of_a_recurrent_layers_chunk_is_stored_and_loaded(engine: Engine, recurrent_model: Path) -> None:
-    """vLLM keeps such a layer's state at the end of a chunk, and no other block of the chunk."""
-    prompt = [(7 * i * i + 3 * i) % 500 + 1 for i in range(1100)]
-    ask = ["generate", [prompt], 8]
-    options: dict[str, Any] = {"path": recurrent_model, "skip_tokenizer_init": True, "dtype": "float32"}
-    tiers = {"blocks_per_chunk": 2, "tiers": [CPU]}
-    cold, gpu, _, cpu, stats = engine(tiers, ask, ask, ["forget"], ask, ["stats"], **options)
-    assert [answer[0]["cached"] for answer in (cold, gpu, cpu)] == [0, 1024, 1024]
-    assert tokens(cold) == tokens(gpu) == tokens(cpu)
-    assert gpu[0]["logprobs"] == cpu[0]["logprobs"]
-    assert min(gpu[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
-    # Four chunks of the attending layers; of the recurrent ones the state at the prompt's last boundary.
-    assert stats["cpu"]["hits"] == 4 + 1
-    assert stats["cpu"]["failed"] == 0
+    assert least <= stats["file"]["hits"] <= most
+    assert stats["file"]["corrupt"] == stats["file"]["failed"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", ["NixlTiersConnector", "OffloadingConnector"])
-def test_a_hit_may_end_within_a_chunk(engine: Engine, recurrent_model: Path, connector: str) -> None:
+def test_a_hit_may_end_within_a_chunk(engine: Engine, tmp_path: Path, connector: str) -> None:
     """With `prefix_match_unit`, the first look-up of a prompt that is shorter than a chunk is of a chunk's tail. The
     engine's own hits of that kind are no oracle: on a CPU, vLLM 0.32 does not copy the state for them."""
     unit = 16
-    prompts = [[(7 * i * i + 3 * i + n) % 500 + 1 for i in range(tokens)] for n, tokens in ((1, 100), (0, 700))]
-    short, ask = (["generate", [prompt], 8] for prompt in prompts)
-    options: dict[str, Any] = {
-        "path": recurrent_model,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "prefix_match_unit": unit,
-        "transfer": {"kv_connector": connector},
-    }
-    _, cold, _, cpu, stats = engine({"tiers": [CPU]}, short, ask, ["forget"], ask, ["stats"], **options)
+    settings: dict[str, Any] = {"prefix_match_unit": unit, "transfer": {"kv_connector": connector}}
+    settings["path"] = save_random("Lfm2ForCausalLM", tmp_path / "model", **LFM2)
+    long = ask(0, 700, 8)
+    _, cold, _, cpu, stats = engine({"tiers": [CPU]}, ask(1, 100, 8), long, ["forget"], long, ["stats"], **settings)
     assert (cold[0]["cached"], cpu[0]["cached"]) == (0, 700 // unit * unit)
     assert tokens(cold) == tokens(cpu)
     assert cold[0]["logprobs"] == cpu[0]["logprobs"]
     assert min(cold[0]["logprobs"]) < -0.01, "a model that is sure of itself shows nothing"
     assert stats["cpu"]["failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def other_model(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With other embeddings."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(small_model, tmp_path_factory.mktemp("models") / "other")
+    file, name = other / "model.safetensors", "model.embed_tokens.weight"
+    weights = load_file(file)
+    order = torch.randperm(len(weights[name]), generator=torch.Generator().manual_seed(1))
+    weights[name] = weights[name][order].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    return other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "ranks"), [("load", 1), ("reload", 2)])
+def test_no_answer_is_of_other_weights(
+    engine: Engine,
+    small_model: Path,
+    other_model: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    *,
+    how: str,
+    ranks: int,
+) -> None:
+    """They are changed in place, and vLLM's own prefix cache is reset as callers do it: without the connector. What is
+    stored is found by a later engine with the same weights, and by no other."""
+    settings = {"max_num_seqs": 1, **(request.getfixturevalue("two_ranks") if ranks == 2 else {})}
+    tiers = {"tiers": [CPU, files_tier(tmp_path / "kv", "64MiB")], "on_reset": "keep"}
+    truth = engine(None, ask(0), ask(1), path=other_model, **settings)
+    before, _, _, _, after, new, _, _, hit, fresh = engine(
+        tiers,
+        *(ask(0), ["flush"], ["change", how, str(other_model)], ["forget"]),
+        *(ask(0), ask(1), ["flush"], ["forget"]),
+        *(ask(0), ask(1)),
+        path=small_model,
+        transfer=RECOMPUTING,
+        **settings,
+    )
+    assert before[0]["tokens"] != truth[0][0]["tokens"], "other weights must show"
+    assert [tokens(after), tokens(new)] == [tokens(hit), tokens(fresh)] == [tokens(answer) for answer in truth]
+    assert [after[0]["cached"], new[0]["cached"]] == [0, 0]
+    assert [hit[0]["cached"], fresh[0]["cached"]] == [WHOLE, WHOLE], "what is of the new weights is stored and found"
+    again, never = engine(tiers, ask(0), ask(1), path=small_model, transfer=RECOMPUTING, **settings)
+    assert (again[0]["tokens"], again[0]["cached"]) == (before[0]["tokens"], WHOLE), "with the weights of before"
+    assert never[0]["cached"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transfer", "found"), [(RECOMPUTING, 1400 // BLOCK * BLOCK), ({}, 0)], ids=["ours", "vllms"])
+def test_stale_blocks_of_vllms_own_cache_are_not_stored(
+    engine: Engine, small_model: Path, other_model: Path, transfer: dict[str, Any], found: int
+) -> None:
+    """The caller has reset nothing: vLLM itself answers from KV of before, and computes upon it."""
+    longer = ["generate", [ask(0)[1][0] + ask(1)[1][0]], 8]
+    (truth,) = engine(None, longer, path=other_model)
+    *_, stale, _, first, _, second, _, _, third, _, fourth = engine(
+        {"tiers": [CPU]},
+        *(ask(0), ["change", "reload", str(other_model)], longer, ["forget"], longer, ["forget"], longer),
+        *(["reset"], ["forget"], longer, ["forget"], longer),
+        path=small_model,
+        transfer=transfer,
+    )
+    assert stale[0]["cached"] == WHOLE
+    assert [first[0]["cached"], second[0]["cached"]] == [0, found]
+    assert [third[0]["cached"], fourth[0]["cached"]] == [0, 1400 // BLOCK * BLOCK], "in doubt until a reset"
+    assert [tokens(answer) for answer in (first, second, third, fourth)] == [tokens(truth)] * 4
 
 
 @pytest.mark.parametrize(
@@ -286,35 +315,29 @@ def test_a_bad_configuration_ends_the_engine_with_its_sentence(
     engine: Engine, small_model: Path, tiers: list[Any], settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(AssertionError) as raised:
-        engine({"tiers": tiers}, ["stats"], path=small_model, skip_tokenizer_init=True, **settings)
+        engine({"tiers": tiers}, ["stats"], path=small_model, **settings)
     assert f"Error: {sentence}" in str(raised.value)
 
 
 def test_router_of_a_real_engine_knows_what_locate_says(engine: Engine, small_model: Path, tmp_path: Path) -> None:
     """Chunks of two blocks, in a host that holds fewer than are stored, and files that do too; then a reset."""
-    ask = [["generate", [[(7 * i * i + 3 * i + 31 * number) % 500 + 1 for i in range(650)]], 2] for number in range(4)]
-    cpu = {"type": "cpu", "capacity": "4MiB"}
+    asked = [ask(31 * number, 650, 2) for number in range(4)]
     tiers = {
         "blocks_per_chunk": 2,
         "self_describing_kv_events": True,
-        "tiers": [cpu, file_tier(tmp_path / "kv", "7MiB")],
-    }
-    settings = {
-        "path": small_model,
-        "transfer": {"kv_connector": "NixlTiersConnector", "kv_load_failure_policy": "recompute"},
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "block_size": 32,
-        "max_num_seqs": 1,
-        "kv_events_config": {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")},
+        "tiers": [{"type": "cpu", "capacity": "4MiB"}, file_tier(tmp_path / "kv", "7MiB")],
     }
     _, _, first, *_, churned, _, _, reset, _, _, last = engine(
         tiers,
-        *([ask[0], ["flush"], ["follow"]]),
-        *([ask[1], ["flush"], ask[2], ["flush"], ["forget"], ask[1], ask[3], ["flush"], ["follow"]]),
+        *([asked[0], ["flush"], ["follow"]]),
+        *([asked[1], ["flush"], asked[2], ["flush"], ["forget"], asked[1], asked[3], ["flush"], ["follow"]]),
         *([["reset"], ["flush"], ["follow"]]),
-        *([ask[0], ["flush"], ["follow"]]),
-        **settings,
+        *([asked[0], ["flush"], ["follow"]]),
+        path=small_model,
+        transfer=RECOMPUTING,
+        block_size=32,
+        max_num_seqs=1,
+        kv_events_config={"endpoint": f"ipc://{tmp_path}/events"},
     )
     assert first == {"cpu, file": 10}
     assert churned.keys() >= {"cpu, file", "file", ""}, "host memory and files have evicted"
