@@ -214,7 +214,7 @@ fuzz: $(VENV)/.ready
 	$(PY) tests/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak: $(VENV)/.ready
-	$(PY) -m tests.soak --minutes $(MINUTES)
+	MINUTES=$(MINUTES) $(if $(SEED),SEED=$(SEED)) $(PY) -m pytest tests/system/faults/test_soak.py -s
 
 # A verdict other than native, or no GPU, is no error: everything runs to its end and says what is unavailable.
 test-gds: $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)

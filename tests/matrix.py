@@ -39,24 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
     """0 if all tests pass or skip themselves with all versions."""
     parser = argparse.ArgumentParser(description="the tests of the vLLM face with several versions of vLLM")
     parser.add_argument("versions", nargs="+")
-    parser.add_argument("--jobs", default="2", help="of the unit tests; engines run one after the other")
     options = parser.parse_args(arguments)
-    named = sorted({test for feature in features().values() for test in feature.get("tests", ())})
+    features = tomllib.loads((ROOT / "docs/features.toml").read_text())
+    named = sorted({test for feature in features.values() for test in feature.get("tests", ())})
     status = 0
     for version in options.versions:
         place, libraries = unpacked(version)
-        cases = run_tests((*UNIT, "-n", options.jobs, "--dist", "worksteal"), place)
+        cases = run_tests((*UNIT, "-n", "2", "--dist", "worksteal"), place)
         known = {test for test, _ in cases}
         cases += run_tests(tuple(f"{ENGINES}/{test}" for test in named if test not in known), place)
         record(version, libraries, cases, named)
         failed = any(ending(outcome) == "failed" for _, outcome in cases)
         status |= failed or not {*named} <= {test for test, _ in cases}
     return status
-
-
-def features() -> dict[str, dict[str, str | list[str]]]:
-    """What docs/features.toml says of each feature of vLLM."""
-    return tomllib.loads((ROOT / "docs/features.toml").read_text())
 
 
 def unpacked(version: str) -> tuple[Path | None, str]:
@@ -93,9 +88,7 @@ def download(requirement: str, folder: Path) -> Path | None:
 def borrow_libraries(folder: Path, version: str) -> None:
     """vLLM tells by the word `cpu` in its version that it is to compute on one."""
     found = util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    for library in Path(found.origin).parent.glob("*.so"):
+    for library in Path(str(found and found.origin)).parent.glob("*.so"):
         (folder / "vllm" / library.name).symlink_to(library)
     info = folder / f"vllm-{version}+cpu.dist-info"
     (folder / f"vllm-{version}.dist-info").rename(info)

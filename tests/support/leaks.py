@@ -73,13 +73,13 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 def process_tree(root: int) -> dict[int, str]:
-    """The command line of `root` and of every process below it."""
+    """The command line of `root` and of every process below it, empty for one that has ended."""
     parents = _parents()
     found, front = set(), {root}
     while front:
         found |= front
         front = {pid for pid, parent in parents.items() if parent in front}
-    return {pid: line for pid in found if (line := command_line(pid))}
+    return {pid: command_line(pid) for pid in found}
 
 
 def command_line(pid: int) -> str:

@@ -21,9 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
-from email.utils import formatdate, parsedate_to_datetime
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Final, Self
 
 _PIECE_BYTES: Final = 64 << 10
@@ -39,10 +37,8 @@ class FaultKind(StrEnum):
     THROTTLE = "throttle"  # `bytes_per_s` in each direction
     RESET = "reset"  # RST in the middle of a body, or instead of a response without one
     EARLY_EOF = "early EOF"  # the connection is closed properly in the middle of a response body
-    TRUNCATED = "truncated"  # half of a response body, with a Content-Length to match
     BIT_FLIP = "bit flip"  # one bit of a response or request body is flipped
     ERROR_STATUS = "error status"  # an S3 error page; the server does not see the request
-    DATE_AHEAD = "Date ahead"  # the Date of responses is `ahead_s` later than the server's clock
 
 
 @dataclass(frozen=True)
@@ -52,19 +48,13 @@ class ProxyFault:
     kind: FaultKind
     methods: frozenset[str] | None = None  # None: every method
     target: str = ""  # a substring of the request target: an object's name, a prefix
-    authorization: str = ""  # a substring of the Authorization header: an access key
     probability: float = 1.0  # for each matching request
     bytes_per_s: float = 1.0
     status: int = 503
     code: str = "SlowDown"  # the S3 error code
-    ahead_s: float = 60.0
 
-    def matches(self, method: str, target: str, authorization: str) -> bool:
-        return (
-            (self.methods is None or method in self.methods)
-            and self.target in target
-            and self.authorization in authorization
-        )
+    def matches(self, method: str, target: str) -> bool:
+        return (self.methods is None or method in self.methods) and self.target in target
 
 
 class FaultProxy:
@@ -79,7 +69,8 @@ class FaultProxy:
         self._server_at = (host, port)
         self._random = random.Random(seed)
         self._faults: tuple[ProxyFault, ...] = ()
-        self._generation = 0
+        self.generation = 0
+        """Counts the calls of inject."""
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._listener: asyncio.Server | None = None
@@ -112,9 +103,7 @@ class FaultProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -124,7 +113,7 @@ class FaultProxy:
 
     async def _replace(self, faults: tuple[ProxyFault, ...]) -> None:
         self._faults = faults
-        self._generation += 1
+        self.generation += 1
         self._changed.set()
         self._changed = asyncio.Event()
         if any(fault.kind is FaultKind.REFUSED for fault in faults):
@@ -174,18 +163,13 @@ class FaultProxy:
                 if each is not None:
                     each.close()
 
-    def choose_fault(self, method: str, target: str, authorization: str) -> ProxyFault | None:
+    def choose_fault(self, method: str, target: str) -> ProxyFault | None:
         """The fault to inject into a request now."""
-        match = next((fault for fault in self._faults if fault.matches(method, target, authorization)), None)
+        match = next((fault for fault in self._faults if fault.matches(method, target)), None)
         if match is None or self._random.random() >= match.probability:
             return None
         self.injected[match.kind] += 1
         return match
-
-    @property
-    def generation(self) -> int:
-        """Counts the calls of inject."""
-        return self._generation
 
     async def changed(self, timeout_s: float | None = None) -> None:
         """Return after the next call of inject, or after `timeout_s`."""
@@ -222,10 +206,7 @@ class _Exchange:
     def __init__(
         self, proxy: FaultProxy, request: _Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._proxy = proxy
-        self._request = request
-        self._reader = reader
-        self._writer = writer
+        self._proxy, self._request, self._reader, self._writer = proxy, request, reader, writer
         self._generation = -1
         self._fault: ProxyFault | None = None
 
@@ -234,8 +215,7 @@ class _Exchange:
         """Chosen anew after each call of inject."""
         if self._generation != self._proxy.generation:
             self._generation = self._proxy.generation
-            method, target = self._request.first[:2]
-            self._fault = self._proxy.choose_fault(method, target, self._request.headers.get("authorization", ""))
+            self._fault = self._proxy.choose_fault(*self._request.first[:2])
         return self._fault
 
     @property
@@ -298,11 +278,8 @@ class _Exchange:
         if self._request.first[0] == "HEAD" or head.status in {204, 304}:
             await self._send(self._writer, head.raw)
             return not head.last
-        raw = _dated(head, self.fault.ahead_s) if self.fault and self.kind is FaultKind.DATE_AHEAD else head.raw
         success = head.status in {200, 206}
-        if success and self.kind is FaultKind.TRUNCATED and head.length:
-            return await self._relay_truncated(head, responses)
-        await self._send(self._writer, raw)
+        await self._send(self._writer, head.raw)
         pieces = _body(responses, head, until_eof=True)
         if self.kind is FaultKind.BIT_FLIP and success:
             pieces = _flipped(pieces)
@@ -314,16 +291,6 @@ class _Exchange:
                 return False
             await self._send(self._writer, piece)
         return not head.last and (head.length is not None or "transfer-encoding" in head.headers)
-
-    async def _relay_truncated(self, head: _Head, responses: asyncio.StreamReader) -> bool:
-        assert head.length is not None
-        half = head.length // 2
-        first, *lines = head.raw.split(b"\r\n")
-        kept = [line for line in lines if not line.lower().startswith((b"content-length:", b"connection:"))]
-        replaced = [b"Content-Length: %d" % half, b"Connection: close"]
-        await self._send(self._writer, b"\r\n".join([first, *replaced, *kept]))
-        await self._send(self._writer, await responses.readexactly(half))
-        return False
 
     def _reset_client(self) -> ConnectionError:
         _reset(self._writer)
@@ -367,12 +334,9 @@ async def _body(reader: asyncio.StreamReader, head: _Head, *, until_eof: bool) -
         while size:
             line = await reader.readline()
             size = int(line.split(b";")[0], 16)
-            if size:
-                line += await reader.readexactly(size + 2)
-            else:
-                while (trailer := await reader.readline()) not in {b"\r\n", b""}:
-                    line += trailer
-                line += b"\r\n"
+            line += await reader.readexactly(size + 2) if size else b""
+            while not size and not line.endswith(b"\n\r\n"):  # trailers, and an empty line
+                line += await reader.readline()
             yield line
     elif head.length is not None:
         left = head.length
@@ -403,13 +367,6 @@ async def _flipped(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             at, bit = at + (3 - begin - at) % 4, 0x40
         yield piece[:at] + bytes([piece[at] ^ bit]) + piece[at + 1 :]
         begin += len(piece)
-
-
-def _dated(head: _Head, ahead_s: float) -> bytes:
-    date_s = parsedate_to_datetime(head.headers["date"]).timestamp() + ahead_s
-    first, *lines = head.raw.split(b"\r\n")
-    kept = [line for line in lines if not line.lower().startswith(b"date:")]
-    return b"\r\n".join([first, b"Date: " + formatdate(date_s, usegmt=True).encode(), *kept])
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

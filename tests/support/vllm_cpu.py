@@ -23,6 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.models import save_random
+
 if TYPE_CHECKING:
     from nixl_tiers.base.times import Times
 
@@ -216,29 +218,18 @@ def _convert(gguf: Path, to: Path) -> None:
 
 
 def _random(to: Path) -> None:
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     special = ["<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(to)
+    fields = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    ends = {"max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 0}
+    save_random("LlamaForCausalLM", to, **fields, **heads, **ends, initializer_range=0.02)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0]).save_pretrained(to)
 
 

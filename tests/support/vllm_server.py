@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.support import vllm_cpu
+from tests.support.leaks import process_tree
 from tests.support.servers import free_ports
 
 START_S: Final = 420.0
@@ -75,7 +75,7 @@ class VllmServer:
         """Start, and wait until it is healthy; `progress` is called about twice a second. Raises ServerFailure."""
         # Orphans of the server become our children, so that stop() finds and ends them.
         _adopt_orphans(True)
-        self._others = _descendants(os.getpid())
+        self._others = {*process_tree(os.getpid())}
         self._port = free_ports(1)[0]
         where = ["--host", "127.0.0.1", "--port", str(self._port)]
         with self._log.open("wb") as log:
@@ -109,7 +109,7 @@ class VllmServer:
             process.wait()
         # Its other processes end by themselves when their parent is gone; orphans are killed after a timeout.
         deadline = time.monotonic() + ORPHAN_TIMEOUT_S
-        while rest := [pid for pid in _descendants(os.getpid()) - self._others if _reap(pid)]:
+        while rest := [pid for pid in process_tree(os.getpid()).keys() - self._others if _reap(pid)]:
             if time.monotonic() > deadline:
                 for pid in rest:
                     with contextlib.suppress(ProcessLookupError):
@@ -120,9 +120,7 @@ class VllmServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -224,27 +222,10 @@ def _adopt_orphans(yes: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
 
 
-def _descendants(ancestor: int) -> set[int]:
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The command's name, in brackets, may hold anything; the parent is the second field after it.
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    front = {ancestor}
-    while front:
-        front = {pid for pid, parent in parents.items() if parent in front}
-        found |= front
-    return found
-
-
 def _reap(pid: int) -> bool:
     """Reap a former descendant; whether it still runs."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == 0
-    except ChildProcessError:
-        pass
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return False

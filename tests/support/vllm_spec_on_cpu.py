@@ -11,6 +11,7 @@ import ctypes
 import inspect
 import textwrap
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,36 +45,19 @@ class _Event:
         return (other._at_s - self._at_s) * 1e3
 
 
-class _Stream:
-    def wait_stream(self, other: object) -> None:
-        pass
+class _Replaced:
+    """A module or object of vLLM's but for some names."""
 
-    def wait_event(self, event: object) -> None:
-        pass
-
-
-class _Platform:
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, **names: Any) -> None:
         self._real = real
+        vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def Stream(self, *_: object, **__: object) -> _Stream:  # noqa: N802 - vLLM's name
-        return _Stream()
 
-    def current_stream(self) -> _Stream:
-        return _Stream()
-
-    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-class _Torch:
-    Event = _Event
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+def _stream(*_: object, **__: object) -> Any:
+    return SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None)
 
 
 def _patch() -> None:
@@ -83,8 +67,9 @@ def _patch() -> None:
     exec(source.replace("assert gpu_tensor.is_cuda or gpu_tensor.is_xpu", "pass"), gpu_worker.__dict__, made)
     handler.__init__ = made["__init__"]
     ops.swap_blocks_batch = _copy
-    gpu_worker.current_platform = _Platform(gpu_worker.current_platform)
-    gpu_worker.torch = _Torch()
+    streams = {"Stream": _stream, "current_stream": _stream, "stream": lambda _: contextlib.nullcontext()}
+    gpu_worker.current_platform = _Replaced(gpu_worker.current_platform, **streams)
+    gpu_worker.torch = _Replaced(torch, Event=_Event)
 
 
 _patch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import shutil
 import struct
@@ -33,23 +32,10 @@ class Interposer:
         with page.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 4096)
 
-    def fail_with_enospc(self) -> None:
-        self._set(write_errno=errno.ENOSPC, change_errno=errno.ENOSPC)
-
-    def fail_with_eio(self) -> None:
-        self._set(write_errno=errno.EIO, read_errno=errno.EIO)
-
-    def fail_with_erofs(self) -> None:
-        self._set(write_errno=errno.EROFS, change_errno=errno.EROFS)
-
-    def delay(self, delay_s: float) -> None:
-        self._set(delay_us=int(1e6 * delay_s))
-
-    def shift_clock(self, by_s: int) -> None:
-        self._set(clock_offset_s=by_s)
-
-    def clear(self) -> None:
-        self._set()
+    def inject(self, **fields: int) -> None:
+        """Instead of what was injected before; nothing without fields."""
+        for number, name in enumerate(FIELDS[:-1]):
+            struct.pack_into("q", self._page, 8 * number, fields.get(name, 0))
 
     @property
     def injected(self) -> int:
@@ -58,9 +44,5 @@ class Interposer:
         return value
 
     def close(self) -> None:
-        self.clear()
+        self.inject()
         self._page.close()
-
-    def _set(self, **fields: int) -> None:
-        for number, name in enumerate(FIELDS[:-1]):
-            struct.pack_into("q", self._page, 8 * number, fields.get(name, 0))

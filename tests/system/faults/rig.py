@@ -84,21 +84,17 @@ class FaultRig:
         below: dict[str, object] | None = None,
     ) -> None:
         """`below`: another storage tier below the one under test."""
-        self.row = row
-        self.limits = limits
-        self.times = times
-        self._plan = plan
+        self.row, self.limits, self.times, self._plan, self.chunk = row, limits, times, plan, chunk
         tiers = [{"type": "cpu", "capacity": HOST}, tier, *([below] if below else [])]
-        fields = {"tiers": tiers, "wait_s": limits.wait_s}
-        self.config = configuration.load(fields)
-        self.chunk = chunk
+        self.config = configuration.load({"tiers": tiers, "wait_s": limits.wait_s})
         self.name = self.config.names[0]
         self.mover = 0
         """Which of the tier's movers is looked at, and signalled."""
         self.store: TieredStore
         self.load: LoadGenerator
-        self._fault_ended_s: float | None = None
-        self._movers: set[int] = set()
+        self._fault_ended_s = 0.0
+        self.movers: set[int] = set()
+        """All that were seen, for the column of restarts."""
         self._baseline = {"dropped": 0.0, "failed": 0.0}
 
     @property
@@ -195,9 +191,8 @@ class FaultRig:
 
     def wait_until_healed(self) -> None:
         """Return when chunks that are put now can be read back from the tier."""
-        if self._fault_ended_s is None:
+        if not self._fault_ended_s:
             self.fault_ended()
-        assert self._fault_ended_s is not None
         self.load.pause_s = 0.1  # otherwise a slow machine evicts rows from the host before they are written
         until(self._reads_back_from_tier, "the tier to heal", TIMEOUT_S)
         self.row.recovery_s = time.monotonic() - self._fault_ended_s
@@ -233,18 +228,13 @@ class FaultRig:
     def mover_pid(self) -> int | None:
         pid = self.store.coordinator.mover_pids[self.mover]
         if pid is not None:
-            self.record_mover(pid)
+            self.movers.add(pid)
         return pid
-
-    def record_mover(self, pid: int) -> None:
-        """Count this mover for the column of restarts."""
-        self._movers.add(pid)
 
     def wait_for_mover(self) -> int:
-        until(lambda: self.mover_pid() is not None, "a mover", TIMEOUT_S)
-        pid = self.mover_pid()
-        assert pid is not None
-        return pid
+        pids: list[int | None] = []
+        until(lambda: pids.append(self.mover_pid()) or pids[-1], "a mover", TIMEOUT_S)
+        return pids[-1] or 0
 
     def signal_mover(self, number: int, when: str = "idle") -> int:
         """Send a signal to the mover: at once, or during a store or a load. Returns its pid."""
@@ -271,7 +261,7 @@ class FaultRig:
         row.longest_stall_s, row.deadline_s = load.longest_s, self.limits.wait_s
         row.wrong, row.requests = len(load.wrong), load.gets
         row.dropped, row.failed = (stats[name] - self._baseline[name] for name in ("dropped", "failed"))
-        row.restarts = max(0, len(self._movers) - 1)
+        row.restarts = max(0, len(self.movers) - 1)
         assert not load.wrong, f"wrong bytes for {load.wrong[0]!r}"
         assert not load.errors, load.errors[0]
 
@@ -291,7 +281,10 @@ class FaultRig:
         stats = self.stats()
         assert stats["rows"] == tier.counters.rows == len(tier.index.slots)
         # The tier below may still bring victims up, to write them.
-        until(lambda: self._cpu_rows() == core.host.used == len(core.host.index), "host rows to add up", TIMEOUT_S)
+        host = core.host
+        until(
+            lambda: self.store.stats()["cpu"]["rows"] == host.used == len(host.index), "host rows to add up", TIMEOUT_S
+        )
         # Where others write and delete too, this engine knows rows that are gone, and the record counts windows that
         # perhaps nobody has used.
         if not self.tier.asked:
@@ -301,12 +294,9 @@ class FaultRig:
             if (path := getattr(member, "path", None)) is not None:
                 assert disk_bytes(Path(path)) <= member.capacity
 
-    def _cpu_rows(self) -> int:
-        return int(self.store.stats()["cpu"]["rows"])
-
     def _check_no_leaks(self, before: ResourceCount) -> None:
         until(lambda: before.covers(ResourceCount.take()), f"what {before} does not cover to go", TIMEOUT_S)
-        assert not self._movers & children()
+        assert not self.movers & children()
 
     def _check_reopened_store(self) -> None:
         """A store opened afterwards reads no wrong byte."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from errno import EIO, ENOSPC, EROFS
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,13 @@ from tests.system.faults.test_mover import matrix
 
 pytestmark = pytest.mark.timeout(900)
 
-FAULTS: dict[str, Callable[[Interposer], None]] = {
-    "disk full": Interposer.fail_with_enospc,
-    "I/O errors (EIO)": Interposer.fail_with_eio,
-    "disk read-only": Interposer.fail_with_erofs,
-    "disk slow (50 ms per I/O)": lambda disk: disk.delay(0.05),
-    "disk hangs (5 s per I/O)": lambda disk: disk.delay(5.0),
+BROKEN = {"write_errno": EIO, "read_errno": EIO}
+FAULTS: dict[str, dict[str, int]] = {
+    "disk full": {"write_errno": ENOSPC, "change_errno": ENOSPC},
+    "I/O errors (EIO)": BROKEN,
+    "disk read-only": {"write_errno": EROFS, "change_errno": EROFS},
+    "disk slow (50 ms per I/O)": {"delay_us": 50_000},
+    "disk hangs (5 s per I/O)": {"delay_us": 5_000_000},
 }
 UNMARKED: set[tuple[str, ...]] = {
     ("disk full", "slabs"),
@@ -44,37 +45,18 @@ def inject(rig: FaultRig, disk: Interposer, fault: str) -> None:
 
     def begin() -> None:
         before = disk.injected
-        FAULTS[fault](disk)
-        if "EIO" in fault or "full" in fault or "read-only" in fault:
+        disk.inject(**FAULTS[fault])
+        if "write_errno" in FAULTS[fault]:
             until(lambda: disk.injected > before or rig.load.stats.errors, "an I/O to fail", TIMEOUT_S)
 
-    rig.ride_out(begin, disk.clear, answers=40)
-
-
-def test_worker_that_is_stuck_is_ended_by_the_deadline_of_its_job(
-    make_rig: Callable[..., FaultRig], disk: Interposer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its threads wait in calls that do not return; the mover's loop does not, and goes on sending heartbeats."""
-    rig = make_rig("disk hangs for good", "slabs")
-    with rig.under_load():
-        rig.wait_for_answers()
-        old = rig.wait_for_mover()
-        disk.delay(3600.0)
-        rig.wait_for_restart(old)
-        disk.clear()
-        rig.fault_ended()
-        rig.wait_for_answers()
-        rig.wait_until_healed()
-    reasons = [text.partition("its mover is killed: ")[2] for text in map(logging.LogRecord.getMessage, caplog.records)]
-    found = {reason for reason in reasons if reason}
-    assert found
-    # Both are of deadlines (core/health.py).
-    assert all(reason.startswith(("a job is overdue", "too many rows are stuck")) for reason in found), found
+    rig.ride_out(begin, disk.inject, answers=40)
 
 
 @pytest.mark.parametrize("layout", ["slabs", pytest.param("files", marks=pytest.mark.faults)])
 def test_io_errors_from_the_start(make_rig: Callable[..., FaultRig], disk: Interposer, layout: str) -> None:
-    make_rig("I/O errors (EIO), from the start", layout).ride_out(disk.fail_with_eio, disk.clear, warm=False)
+    make_rig("I/O errors (EIO), from the start", layout).ride_out(
+        lambda: disk.inject(**BROKEN), disk.inject, warm=False
+    )
 
 
 @pytest.mark.parametrize("layout", [pytest.param("slabs", marks=pytest.mark.faults), pytest.param("files")])
@@ -118,9 +100,9 @@ def test_wall_clock_jumps(
     with rig.under_load():
         rig.wait_for_answers()
         monkeypatch.setattr(time, "time", lambda: real_time() + offset_s)
-        disk.shift_clock(offset_s)
+        disk.inject(clock_offset_s=offset_s)
         rig.wait_for_answers(40)
         rig.wait_until_healed()
-        disk.clear()
+        disk.inject()
         monkeypatch.setattr(time, "time", real_time)
         rig.wait_for_answers(10)

@@ -39,11 +39,6 @@ def cufile(no_gpu: NoGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return use
 
 
-def down(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Why the tier was down: one line for each outage."""
-    return [record.getMessage() for record in caplog.records if " is down: " in record.getMessage()]
-
-
 @pytest.mark.parametrize("when", matrix(("idle", "store", "load"), unmarked={("store",)}))
 def test_mover_is_killed(make_rig: Callable[..., FaultRig], cufile: Callable[..., None], when: str) -> None:
     cufile()
@@ -69,11 +64,16 @@ def test_driver_open_never_returns(
     cufile(modules=False)
     short = msgspec.structs.replace(TIMES, start_timeout_s=3.0)
     rig = make_rig("cuFileDriverOpen never returns", "slabs", fields=BACKEND, times=short)
+
+    def down() -> list[str]:
+        """One line for each outage."""
+        return [record.getMessage() for record in caplog.records if " is down: " in record.getMessage()]
+
     with rig.under_load(warm=False):
-        until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
+        until(down, "the tier to be down", TIMEOUT_S)
         assert not rig.is_up()
         rig.wait_for_answers(20)
-        (line,) = down(caplog)
+        (line,) = down()
         cufile()
         configures = rig.store.coordinator._link.supervisor._configures
         configures[0] = msgspec.structs.replace(configures[0], times=TIMES)
@@ -82,24 +82,3 @@ def test_driver_open_never_returns(
         rig.wait_until_healed()
     assert line.endswith("is down: its mover is killed: it did not start in time")
     assert "opening cuFile" in caplog.text
-
-
-def test_disk_has_no_udev_record(
-    make_rig: Callable[..., FaultRig],
-    cufile: Callable[..., None],
-    no_gpu: NoGpu,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As in a container without /run/udev."""
-    cufile(udev=False)
-    rig = make_rig("no udev record", "slabs", fields=BACKEND)
-    with rig.under_load(warm=False):
-        until(lambda: down(caplog), "the tier to be down", TIMEOUT_S)
-        assert not rig.is_up()
-        rig.wait_for_answers(20)
-        (line,) = down(caplog)
-        no_gpu.record(no_gpu.folder)
-        rig.fault_ended()
-        rig.wait_until_healed()
-    assert "is down: cuFile takes no file in " in line
-    assert "udev property not found: ID_FS_USAGE" in no_gpu.log()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.support.leaks import reclaim_all_host_rows
 from tests.support.load import get, put
 from tests.support.waiting import until
 from tests.system.faults.interposer import Interposer
-from tests.system.faults.rig import KILLS, MIB, TIMEOUT_S, FaultRig
+from tests.system.faults.rig import MIB, TIMEOUT_S, FaultRig
 from tests.system.faults.test_disk import FAULTS, inject
 from tests.system.faults.test_mover import matrix
 
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.timeout(900)
 DIRECTORIES = "slabs in directories"
 SHORT, LONG = 2, int(os.environ.get("KILL_ROUNDS", "30"))
 FULL = 10 * MIB  # of which most is for the prompts that are asked again: so it evicts all the time
-KILLED = {("SIGKILL", "load", DIRECTORIES), ("SIGSTOP", "load", DIRECTORIES)}
 
 
 def wait_until_whole(rig: FaultRig) -> None:
@@ -49,27 +47,6 @@ def wait_until_whole(rig: FaultRig) -> None:
         return all(all(hits) for hits, _ in found)
 
     until(whole, "prompts to be whole again", TIMEOUT_S)
-
-
-@pytest.mark.parametrize(
-    ("signal_name", "when", "tier"),
-    matrix(("SIGKILL", "SIGSTOP"), ("store", "load"), (DIRECTORIES,), unmarked=KILLED),
-)
-def test_mover_of_a_directory_dies_or_stops(
-    make_rig: Callable[..., FaultRig], patient: dict[str, Any], signal_name: str, when: str, tier: str
-) -> None:
-    rig = make_rig(f"{signal_name} of one of 4 movers, {when}", tier, **patient)
-    rig.mover = 1
-    with rig.under_load():
-        rig.wait_for_answers()
-        pids = rig.store.coordinator.mover_pids
-        old = rig.signal_mover(KILLS[signal_name], when)
-        rig.wait_for_restart(old)
-        rig.wait_for_answers()
-        rig.fault_ended()
-        wait_until_whole(rig)
-        others = [pid for pid in pids if pid != old]
-        assert [pid for pid in rig.store.coordinator.mover_pids if pid in others] == others, "the others live on"
 
 
 @pytest.mark.parametrize(("fault", "tier"), matrix(tuple(FAULTS), (DIRECTORIES,), unmarked=set()))

@@ -1,29 +1,22 @@
-"""Movers that die, stop, or hang in NIXL, also while thousands of keys are pending."""
+"""Movers that die, stop, or hang in NIXL."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from nixl_tiers.core.lookup import Lookup
-from nixl_tiers.core.types import BreakerLimits
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.testing.faulty import Fault, FaultPlan, Rule, Way
-from tests.support.core import end_step, finish, look_up
-from tests.support.load import put
 from tests.support.waiting import until
-from tests.system.faults.rig import KILLS, LIMITS, PATIENCE_S, TIMEOUT_S, TIMES, FaultRig
+from tests.system.faults.rig import KILLS, PATIENCE_S, TIMEOUT_S, FaultRig
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -51,7 +44,9 @@ def test_mover_dies_or_stops(make_rig: Callable[..., FaultRig], signal_name: str
     rig.ride_out(lambda: rig.kill(KILLS[signal_name], when), answers=8)
 
 
-@pytest.mark.parametrize(("signal_name", "tier"), matrix(("SIGKILL", "SIGSTOP"), TIERS, unmarked={("SIGKILL", "slabs")}))
+@pytest.mark.parametrize(
+    ("signal_name", "tier"), matrix(("SIGKILL", "SIGSTOP"), TIERS, unmarked={("SIGKILL", "slabs")})
+)
 def test_mover_dies_or_stops_at_start(make_rig: Callable[..., FaultRig], signal_name: str, tier: str) -> None:
     rig = make_rig(f"{signal_name}, at the start", tier)
     signalled: list[int] = []
@@ -71,7 +66,7 @@ def test_mover_dies_or_stops_at_start(make_rig: Callable[..., FaultRig], signal_
         rig.fault_ended()
         rig.wait_for_answers()
         rig.wait_for_restart(signalled[0])
-        rig.record_mover(signalled[0])
+        rig.movers.add(signalled[0])
         rig.wait_until_healed()
 
 
@@ -126,48 +121,6 @@ def test_pause_kills_no_mover(
         )
         assert rig.mover_pid() == pid
         assert rig.stats()["kills"] == rig.stats()["deaths"] == 0
-        rig.wait_until_healed()
-
-
-def test_thousands_of_pending_keys_while_the_mover_is_stopped(make_rig: Callable[..., FaultRig]) -> None:
-    """100 requests wait for 100 rows each. All are answered within their deadline."""
-    # The requests end by their deadline, and neither by the end of the mover nor by its circuit: a slow machine asks
-    # for the last of them when jobs are late already.
-    patient = replace(LIMITS, hard_deadline_min_s=30.0, hard_deadline_max_s=30.0, quarantine_share=1.0)
-    number = 10_000  # several times the rows of the host
-    limits = replace(patient, breaker=BreakerLimits(failures_to_open=BreakerLimits.results + 1))
-    long = msgspec.structs.replace(TIMES, heartbeat_timeout_s=60.0)
-    rig = make_rig(f"{number} pending keys, mover stopped", "slabs", chunk=1024, limits=limits, times=long)
-    with rig.under_load():
-        store, coordinator = rig.store, rig.store.coordinator
-        keys = [b"pending-%06d" % n for n in range(number)]
-        for start in range(0, number, 500):
-            put(store, keys[start : start + 500])
-        assert store.flush(TIMEOUT_S)
-        until(rig.is_up, "the tier", TIMEOUT_S)
-        pid = rig.wait_for_mover()
-        os.kill(pid, signal.SIGSTOP)
-        names = {f"pending-{n}": keys[n::100] for n in range(100)}
-        waiting = dict(names)
-        most = 0
-        while waiting:
-            pending = 0
-            for name in [*waiting]:
-                answers = [look_up(coordinator, key, name) for key in waiting[name]]
-                pending += answers.count(Lookup.PENDING)
-                if Lookup.PENDING not in answers:
-                    del waiting[name]
-            most = max(most, pending)
-            end_step(coordinator)
-            with coordinator.changed:
-                coordinator.changed.wait(0.05)
-        assert most > number // 2
-        for name in names:
-            finish(coordinator, name)
-        rig.wait_for_answers()
-        with contextlib.suppress(ProcessLookupError):  # a slow machine: the watchdog has killed it by now
-            os.kill(pid, signal.SIGCONT)
-        rig.fault_ended()
         rig.wait_until_healed()
 
 

@@ -26,7 +26,6 @@ S3_FAULTS: dict[str, ProxyFault] = {
     "503 for half of the requests": ProxyFault(FaultKind.ERROR_STATUS, status=503, code="SlowDown", probability=0.5),
     "connection reset mid-body": ProxyFault(FaultKind.RESET),
     "connection closed mid-body": ProxyFault(FaultKind.EARLY_EOF, methods=GET),
-    "truncated bodies": ProxyFault(FaultKind.TRUNCATED, methods=GET),
     "bit flips in downloads": ProxyFault(FaultKind.BIT_FLIP, methods=GET),
     "bit flips in uploads": ProxyFault(FaultKind.BIT_FLIP, methods=PUT),
     "wrong credentials (403)": ProxyFault(FaultKind.ERROR_STATUS, status=403, code="InvalidAccessKeyId"),

@@ -84,7 +84,6 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("sys.exit", "store = opened(); sys.exit(3)", 3),
     Case("SIGTERM", "store = opened(); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     Case("SIGKILL", "store = opened(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     Case("S3 that never answers", "store = opened(S3)"),
@@ -98,15 +97,6 @@ CASES = [
             until(lambda: state() == before, "everything to be released")
         else:
             sys.exit("was not interrupted")
-        """,
-    ),
-    Case(
-        "collected",
-        """
-        store = opened()
-        del store
-        gc.collect()
-        until(lambda: state() == before, "everything to be released")
         """,
     ),
     Case(

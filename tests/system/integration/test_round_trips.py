@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ import pytest
 import nixl_tiers
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.memory.seal import read
-from nixl_tiers.store import open_with
-from nixl_tiers.tiers.slab.shard import slots_within
-from tests.support import inside, load
+from tests.support import load
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.leaks import host_rows_in_use
 from tests.support.servers import S3Server
-from tests.support.times import changed, open_patient
+from tests.support.times import open_patient
 from tests.support.waiting import serves, until, until_up
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -111,49 +108,6 @@ def test_another_namespace_salt_or_chunk_size_never_hits(tmp_path: Path) -> None
         check(store, keys, rows)
 
 
-@pytest.mark.parametrize("on_reset", [pytest.param("new_epoch", marks=pytest.mark.smoke), "keep"])
-def test_after_a_reset_nothing_is_a_hit_unless_kept(tmp_path: Path, on_reset: str) -> None:
-    keys, rows = chunks(6, 64 * KIB)
-    with open_patient(
-        {**config(file_tier(tmp_path, 16 * MIB), host=4 * MIB), "on_reset": on_reset}, 64 * KIB, "n"
-    ) as store:
-        until_up(store)
-        store.put(keys, rows)
-        assert store.flush(300)
-        store.reset()
-        until_up(store)
-        assert store.get(keys, np.zeros_like(rows)) == [on_reset == "keep"] * 6
-        keys2, rows2 = chunks(6, 64 * KIB, seed=1)
-        assert store.put(keys2, rows2) == 6
-        assert store.flush(300)
-        check(store, keys2, rows2)
-        assert store.stats()["file"]["bytes_written"] > 0
-
-
-def test_a_tier_written_on_eviction_gets_evicted_rows_and_at_exit_the_rest(tmp_path: Path) -> None:
-    keys, rows = chunks(100, 64 * KIB)
-    lazy = file_tier(tmp_path, 64 * MIB, write="on_evict")
-    setting = {**config(lazy, host=4 * MIB), "flush_on_exit_s": 300.0}
-    with open_patient(setting, 64 * KIB, "n") as store:
-        until_up(store)
-        # Promotions wait for write-back only so long, and then evict unwritten rows, and a tier that is late gets none:
-        # here, for as long as it takes.
-        state = inside.state(store.coordinator._core)
-        late = dict.fromkeys(("soft_deadline_min_s", "hard_deadline_min_s", "hard_deadline_max_s"), 300.0)
-        state.limits = replace(state.limits, clean_wait_s=300.0, **late)
-        assert store.put(keys[:40], rows[:40]) == 40
-        assert store.stats()["file"]["bytes_written"] == 0
-        for n in range(40, 100):
-            assert store.put(keys[n : n + 1], rows[n : n + 1]) == 1
-            assert store.flush(300)
-        assert store.stats()["file"]["dropped"] == 0
-        check(store, keys, rows)
-        assert store.stats()["file"]["dropped"] == 0
-    with open_patient(setting, 64 * KIB, "n") as store:
-        known(store, "file", 100)
-        check(store, keys, rows)
-
-
 def test_concurrent_resets_puts_and_gets_give_no_wrong_byte_and_leak_no_row() -> None:
     rows, done = 32, threading.Event()
 
@@ -234,61 +188,6 @@ def test_any_corruption_is_a_counted_miss(tmp_path: Path) -> None:
         assert store.locate(keys[:4]) == [None] * 4
         assert store.get(keys[:4], out[:4]) == [False] * 4
         assert store.stats()["file"]["corrupt"] == 4, "what was found bad is not read again"
-
-
-@pytest.mark.parametrize("ready_s", [120.0, 0.0])
-def test_stored_rows_are_hits_right_after_open(tmp_path: Path, ready_s: float) -> None:
-    keys: list[bytes] = [b"key-%d" % number for number in range(8)]
-    setting = {"tiers": [{"type": "cpu", "capacity": 4 << 20}, file_tier(tmp_path / "kv", 64 << 20)], "wait_s": 120}
-    with open_with(changed(ready_s=120.0), setting, 60_000, "n") as store:
-        load.put(store, keys)
-        assert store.flush(120)
-    for _ in range(3):
-        with open_with(changed(ready_s=ready_s), setting, 60_000, "n") as store:
-            if ready_s:
-                assert store.locate(keys) == ["file"] * len(keys)
-            else:
-                until(lambda: store.coordinator._link.movers[0].answered, "the mover to have started")
-            assert load.get(store, keys) == ([True] * len(keys), [])
-
-
-@pytest.mark.parametrize("promoted", [False, True], ids=["hit in host memory", "load from the tier"])
-def test_row_used_last_survives_a_restart(tmp_path: Path, promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A use in any tier counts, and so does one that moved no bytes."""
-    size, slots = 16 << 10, 6
-    row_bytes = Geometry(1, size).row_bytes
-    capacity = next(n for n in range(0, 1 << 30, 4096) if slots_within(n, row_bytes) >= slots)
-    setting = {"tiers": [{"type": "cpu", "capacity": 4 * slots * size}, file_tier(tmp_path, capacity)], "wait_s": 120.0}
-    keys: list[bytes] = [b"%032d" % number for number in range(2 * slots)]
-
-    def opened() -> nixl_tiers.TieredStore:
-        store = nixl_tiers.open(setting, size, "n")
-        until_up(store)
-        return store
-
-    def put_one_by_one(store: nixl_tiers.TieredStore, some: list[bytes]) -> None:
-        for each in some:
-            assert load.put(store, [each]) == 1
-            assert store.flush(60.0)
-
-    with opened() as store:
-        put_one_by_one(store, keys[:slots])
-        if not promoted:
-            sent: list[tuple[int, int]] = []
-            index = store.coordinator._core.tiers[0].index
-            take_uses = index.take_uses
-            monkeypatch.setattr(index, "take_uses", lambda count: sent.extend(some := take_uses(count)) or some)
-            assert load.get(store, keys[1:2]) == ([True], [])
-            until(lambda: sent, "the use to be sent")
-            # Within a second of the last message: the regular stop sends it.
-            assert load.get(store, keys[:1]) == ([True], [])
-    if promoted:
-        with opened() as store:
-            assert load.get(store, keys[:1]) == ([True], [])
-    with opened() as store:
-        assert store.stats()["file"]["rows"] == slots
-        put_one_by_one(store, keys[slots:-1])
-        assert [key for key in keys[:slots] if store.locate([key]) == ["file"]] == keys[:1]
 
 
 # Movers look again every 30 s, and upload only what a listing after their start has left room for.

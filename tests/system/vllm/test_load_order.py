@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -33,10 +32,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from nixl_tiers.swap import kernels
 from nixl_tiers.swap.driver import Device
-from nixl_tiers.vllm.compat import KVConnectorTransferResults
 from nixl_tiers.vllm.connector import NixlTiersConnector
 from nixl_tiers.vllm.copy_jobs import RowsSpec
-from tests.system.vllm.test_worker_cuda import LAYERS, PAGE, SUB_BLOCKS, Rank
+from tests.system.vllm.test_worker import LAYERS, PAGE, SUB_BLOCKS, Rank
 
 ROW, LOADED, COMPUTED = 2, 77, 5
 Launch = Callable[[], object]
@@ -45,27 +43,10 @@ Launch = Callable[[], object]
 def nothing() -> None: ...
 
 
-class Sibling:
-    """Another connector of a MultiConnector: what it launches on the engine's stream, by the call it does so in."""
-
-    def __init__(self) -> None:
-        self.launches: dict[str, Launch] = {}
-
-    def get_transfer_results(self, _: object) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: (self.launches.get(name, nothing)(), None)[1]
-
-
 class Engine:
     """One rank behind the connector that its model runner calls, and what the runner gives the GPU."""
 
-    def __init__(self, rank: Rank, *, multi: bool) -> None:
-        """`multi`: the connector is one of MultiConnector's."""
+    def __init__(self, rank: Rank) -> None:
         self.rank = rank
         rank.worker.collect()
         self.groups = len(rank.worker._plan.groups)
@@ -77,13 +58,9 @@ class Engine:
             _connector_worker_meta=OffloadingWorkerMetadata(),
             _is_store_writer=True,
         )
-        self.own = object.__new__(NixlTiersConnector)
-        vars(self.own).update(connector_worker=parts, connector_scheduler=None, _connector_metadata=None, _loading={})
-        self.sibling, self.connector = Sibling(), self.own
-        if multi:
-            self.connector = object.__new__(MultiConnector)
-            children = [self.own, self.sibling]
-            vars(self.connector).update(_connectors=children, _extra_async_saves={}, _connector_metadata=None)
+        self.connector = object.__new__(NixlTiersConnector)
+        of_connector = {"connector_worker": parts, "connector_scheduler": None, "_connector_metadata": None}
+        vars(self.connector).update(**of_connector, _loading={})
         self.of_v2 = object.__new__(of_v2.ActiveKVConnector)
         vars(self.of_v2).update(
             kv_connector=self.connector, vllm_config=None, _pending_load_kwargs=None, _disabled=False
@@ -129,12 +106,7 @@ class Engine:
 
     def scheduled(self, meta: OffloadingConnectorMetadata, *, sync: bool = False) -> Any:
         """`sync`: another connector loads in this step what its forward pass reads."""
-        whole: Any = meta
-        if isinstance(self.connector, MultiConnector):
-            whole = MultiKVConnectorMetadata(
-                tuple(meta if each is self.own else None for each in self.connector._connectors)  # type: ignore[misc]
-            )
-        return SimpleNamespace(kv_connector_metadata=whole, has_sync_kv_loads=sync, finished_req_ids=set())
+        return SimpleNamespace(kv_connector_metadata=meta, has_sync_kv_loads=sync, finished_req_ids=set())
 
     # --- what the GPU has to do
 
@@ -164,7 +136,7 @@ class Engine:
         """Until all loads have ended."""
         until_s = time.monotonic() + self.patience_s
         while self.loading:
-            self.loading -= self.own.connector_worker.get_finished(set())[1]  # type: ignore[union-attr]
+            self.loading -= self.connector.connector_worker.get_finished(set())[1]  # type: ignore[union-attr]
             assert time.monotonic() < until_s, "the load waits for the step"
             time.sleep(0.001)
 
@@ -182,19 +154,9 @@ class Engine:
 # --- the order of both runners, with the parts of vLLM that call connectors ---
 
 
-class Step(Protocol):
-    def __call__(
-        self,
-        machine: Engine,
-        meta: OffloadingConnectorMetadata,
-        *,
-        prepare: Launch = nothing,
-        forward: Launch | None = nothing,
-        after: Launch = nothing,
-    ) -> None:
-        """`prepare`: blocks are zeroed and copied, and recurrent state is moved. `forward`: None in a step of which
-        nothing is computed. `after`: sampling, drafts, and recurrent state again."""
-
+Step = Callable[..., None]
+"""`prepare`: blocks are zeroed and copied, and recurrent state is moved. `forward`: None in a step of which nothing is
+computed. `after`: sampling, drafts, and recurrent state again."""
 
 CONTEXT: Any = SimpleNamespace()
 
@@ -262,7 +224,6 @@ MACHINES: Final = {
     "copy_engine": ["copy_engine"],
     "staged": ["staged"],
     "two groups": ["copy_engine", "staged"],
-    "MultiConnector": ["copy_engine"],
 }
 """The strategies of its KV groups."""
 
@@ -277,7 +238,7 @@ def made(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     def make(kind: str) -> Iterator[Engine]:
         rank = Rank(fake_library, *MACHINES[kind], own_stream=True)
         rank.region.rows_view[ROW : ROW + 2] = LOADED
-        machine = Engine(rank, multi=kind == "MultiConnector")
+        machine = Engine(rank)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", machine.connector)
         try:
             yield machine
@@ -320,10 +281,7 @@ def loads_of_two_steps(machine: Engine, step: Step, used: str, *, has_forward: b
     machine.wait()
     assert holds(machine.targets(1), LOADED), "its step runs still"
 
-    if used == "sibling":
-        machine.sibling.launches = {"handle_preemptions": use("sibling"), "start_load_kv": compute}
     step(machine, machine.loads(0), prepare=use("prepare"), forward=compute if has_forward else None)
-    machine.sibling.launches = {}
     step(machine, machine.loads(), forward=compute)
     for end in ends[:2]:  # of the first forward pass, and of what uses the blocks
         machine.settle()
@@ -385,8 +343,8 @@ def mark_is_of_its_own_step_only(machine: Engine, _: Step) -> None:
     """A step whose loads were never submitted leaves none behind; what is loaded without one, as by vLLM's own
     connector, begins behind all that was launched when it is submitted."""
     rank = machine.rank
-    machine.own.bind_connector_metadata(machine.loads(0))
-    machine.own.clear_connector_metadata()
+    machine.connector.bind_connector_metadata(machine.loads(0))
+    machine.connector.clear_connector_metadata()
     before = [memory.copy() for memory in machine.targets(0)]
     end = machine.kernel()
     machine.use(0)
@@ -425,12 +383,6 @@ def test_a_load_begins_behind_the_step_before_and_not_behind_its_own(
     for kind, shown in product(MACHINES, SHOWN):
         with made(kind) as machine:
             shown(machine, step)
-    # MultiConnector has all its connectors handle preemptions before it binds the metadata of any.
-    for first, has_forward in product(("own", "sibling"), (True, False)):
-        with made("MultiConnector") as machine:
-            if first == "sibling":
-                machine.connector._connectors.reverse()  # type: ignore[attr-defined]
-            loads_of_two_steps(machine, step, "sibling", has_forward=has_forward)
 
 
 def test_the_capture_of_graphs_gives_the_gpu_nothing_to_do(

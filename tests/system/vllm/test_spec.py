@@ -51,11 +51,7 @@ def test_two_workers_and_a_scheduler_in_one_process(
     monkeypatch.setattr(fingerprint, "refusal", lambda *_: "")
     engine = SimpleNamespace(model_config=SimpleNamespace(served_model_name="served"))
     monkeypatch.setattr(fingerprint, "current_vllm_config", lambda: engine)
-    options: dict[str, Any] = {
-        "world_size": 2,
-        "pp_size": stages,
-        "engine_id": f"{request.node.name}-{id(request)}",
-    }
+    options: dict[str, Any] = {"world_size": 2, "pp_size": stages, "engine_id": f"{request.node.name}-{id(request)}"}
     memory = [caches(), caches()]
 
     def worker(rank: int) -> Any:
@@ -139,62 +135,47 @@ def test_stages_of_unequal_size_are_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-class TestAgreement:
-    tiers = tiers_config.load({"tiers": [CPU]})
-    with_storage = tiers_config.load({"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]})
+WITH_STORAGE = tiers_config.load({"tiers": [CPU, {"type": "s3", "bucket": "bucket", "capacity": "1MiB"}]})
 
-    @pytest.fixture
-    def region(self) -> Any:
-        with HostRegion.create(Geometry(2, 4096), 1) as region:
-            yield region
 
-    def test_stages_of_a_pipeline_are_a_namespace_in_their_order(self, region: HostRegion) -> None:
-        def namespace(first: bytes, second: bytes, stages: int = 2) -> bytes:
-            region.ranks.publish(0, first * 16)
-            region.ranks.publish(1, second * 16)
-            return agreed_namespace(region, self.with_storage, 5, stages=stages).digest
+def agreed(weights: str, layers: str = "", *, stages: int = 1) -> bytes:
+    """The namespace of workers with these weights, and with these layers, a letter each."""
+    with HostRegion.create(Geometry(len(weights), 4096), 1) as region:
+        for rank, letter in enumerate(layers):
+            region.ranks.publish_layers(rank, letter.encode() * 16)
+        for rank, letter in enumerate(weights):
+            region.ranks.publish(rank, letter.encode() * 16)
+        return agreed_namespace(region, WITH_STORAGE, 5, stages=stages).digest
 
-        both, turned, alike = namespace(b"a", b"b"), namespace(b"b", b"a"), namespace(b"a", b"a")
-        assert len({both, turned, alike, namespace(b"a", b"a", stages=1), namespace(b"a", b"c")}) == 5
-        assert namespace(b"a", b"b") == both
 
-    def test_workers_of_a_stage_agree(self) -> None:
-        with HostRegion.create(Geometry(4, 4096), 1) as region:
-            for rank, digest in enumerate((b"a", b"a", b"b", b"c")):
-                region.ranks.publish(rank, digest * 16)
-            with pytest.raises(ValueError, match="do not run the same model"):
-                agreed_namespace(region, self.tiers, 5, stages=2)
-            region.ranks.publish(3, b"b" * 16)
-            agreed_namespace(region, self.tiers, 5, stages=2)
+def test_stages_are_a_namespace_in_their_order_and_workers_of_one_agree() -> None:
+    assert agreed("ab", stages=2) == agreed("ab", stages=2)
+    stages = [agreed(weights, stages=2) for weights in ("ab", "ba", "aa", "ac")]
+    assert len({*stages, agreed("aa")}) == 5
+    with pytest.raises(ValueError, match="do not run the same model"):
+        agreed("aabc", stages=2)
+    agreed("aabb", stages=2)
 
-    def test_ranks_whose_layers_differ_are_a_namespace_of_their_own(self) -> None:
-        def namespace(*layers: bytes, stages: int = 1) -> bytes:
-            with HostRegion.create(Geometry(len(layers), 4096), 1) as region:
-                for rank, layer in enumerate(layers):
-                    region.ranks.publish_layers(rank, layer * 16)
-                    region.ranks.publish(rank, b"a" * 16)
-                return agreed_namespace(region, self.with_storage, 5, stages=stages).digest
 
-        alike = namespace(b"a")
-        assert namespace(b"a", b"a") == namespace(b"a", b"a", b"a", b"a") == alike, "at every tensor-parallel size"
-        others = [namespace(b"b"), namespace(b"a", b"b"), namespace(b"b", b"a"), namespace(b"a", b"b", stages=2)]
-        others += [namespace(b"a", b"b", b"a"), namespace(b"a", b"b", b"b")]
-        assert len({alike, *others}) == 7
+def test_ranks_whose_layers_differ_are_a_namespace_of_their_own() -> None:
+    alike = agreed("a", "a")
+    assert agreed("aa", "aa") == agreed("aaaa", "aaaa") == alike, "at every tensor-parallel size"
+    others = [agreed("a", "b"), agreed("aa", "ab"), agreed("aa", "ba"), agreed("aa", "ab", stages=2)]
+    others += [agreed("aaa", "aba"), agreed("aaa", "abb")]
+    assert len({alike, *others}) == 7
 
-    def test_a_missing_worker_is_named(self, region: HostRegion) -> None:
-        region.ranks.publish(0, b"a" * 16)
-        with pytest.raises(ValueError, match=r"workers \[1\] did not join"):
-            agreed_namespace(region, self.tiers, 0.05)
 
-    def test_a_note_refuses_storage_and_only_warns_without(
-        self, region: HostRegion, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        sentence = "storage tiers are refused unless model_id is set, because the weights are random"
+def test_a_missing_worker_is_named_and_a_note_refuses_storage(caplog: pytest.LogCaptureFixture) -> None:
+    """And only warns without."""
+    sentence = "storage tiers are refused unless model_id is set, because the weights are random"
+    with HostRegion.create(Geometry(2, 4096), 1) as region:
         region.ranks.publish(0, b"a" * 16, sentence)
+        with pytest.raises(ValueError, match=r"workers \[1\] did not join"):
+            agreed_namespace(region, WITH_STORAGE, 0.05)
         region.ranks.publish(1, b"a" * 16, sentence)
-        with pytest.raises(ValueError, match="storage tiers are refused unless model_id is set"):
-            agreed_namespace(region, self.with_storage, 5)
+        with pytest.raises(ValueError, match=sentence):
+            agreed_namespace(region, WITH_STORAGE, 5)
         caplog.clear()
-        agreed_namespace(region, self.tiers, 5)
+        agreed_namespace(region, tiers_config.load({"tiers": [CPU]}), 5)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert sentence in caplog.text

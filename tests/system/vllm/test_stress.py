@@ -196,15 +196,18 @@ class Faults:
 
     def before_step(self) -> None:
         if self._stopped is not None:
-            if time.monotonic() >= self._stopped[1]:
-                self.end()
-            return
+            return self.end() if time.monotonic() >= self._stopped[1] else None
         mover = self._coordinator.mover_pids[0]
         for kind, likely in self._kinds.items():
             if mover is not None and self._rng.random() < likely:
                 self.counts[kind] += 1
-                self._strike(kind, mover)
-                return
+                if kind == "flip":
+                    return self._flip()
+                os.kill(mover, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                if kind == "stop":
+                    self._stopped = mover, time.monotonic() + self._rng.uniform(0, STOPPED_S)
+                return None
+        return None
 
     def end(self) -> None:
         """A mover that is stopped goes on."""
@@ -212,15 +215,6 @@ class Faults:
             with contextlib.suppress(ProcessLookupError):  # the supervisor has killed it
                 os.kill(self._stopped[0], signal.SIGCONT)
             self._stopped = None
-
-    def _strike(self, kind: str, mover: int) -> None:
-        if kind == "flip":
-            self._flip()
-        elif kind == "kill":
-            os.kill(mover, signal.SIGKILL)
-        else:
-            os.kill(mover, signal.SIGSTOP)
-            self._stopped = mover, time.monotonic() + self._rng.uniform(0, STOPPED_S)
 
     def _flip(self) -> None:
         """A bit in one of FLIPPED rows, or in what has room for one."""
