@@ -20,7 +20,6 @@ LONG: Final = (
     "tests/system/integration/test_kill_rounds.py",
     "tests/system/tiers/s3/test_conformance.py",
     "tests/core/test_mutants.py",
-    "tests/system/integration/test_budget.py",
     "tests/system/integration/test_round_trips.py",
     "tests/core/test_stateful.py",
     "tests/system/integration/test_faults.py",

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_tiers.base.chunk import Geometry, Namespace
 from nixl_tiers.config import schema as configuration
-from nixl_tiers.memory.columns import ColumnsError
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.mover.child import _read
 from nixl_tiers.mover.protocol import (
     Down,
     ExistenceChecked,
@@ -112,18 +109,3 @@ def claim(coordinator: Coordinator, region: HostRegion) -> list[int]:
         region.mark(np.array(plan.rows), 0, plan.store_seq, False)
     coordinator.complete_store(plan.keys)
     return list(plan.rows)
-
-
-@settings(deadline=None)
-@given(data=st.data())
-def test_what_comes_from_a_mover_is_a_message_or_an_error(data: st.DataObject) -> None:
-    packet = bytearray(data.draw(st.one_of(st.binary(max_size=200), MESSAGES.map(encode))))
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, 199), st.integers(0, 255)), max_size=3)):
-        if place < len(packet):
-            packet[place] = value
-    try:
-        message, table = _read(bytes(packet[: data.draw(st.integers(0, 200))]), [])
-    except (msgspec.DecodeError, UnicodeDecodeError, ColumnsError):
-        return
-    assert isinstance(message, ToCoordinator)
-    assert table is None
