@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.leaks import ResourceCount
-from tests.support.load import put
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
-from tests.support.waiting import serves, until
-from tests.system.faults.rig import CAPACITY, TIMEOUT_S, FaultRig
+from tests.support.waiting import until
+from tests.system.faults.rig import TIMEOUT_S, FaultRig
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,29 +64,3 @@ def test_fault_of_one_object(make_rig: Callable[..., FaultRig], proxy: FaultProx
         rig.wait_for_answers(30)
         rig.wait_until_healed()
         proxy.clear()
-
-
-@pytest.mark.parametrize("fault", ["1 byte/s", pytest.param("black hole", marks=pytest.mark.faults)])
-def test_fault_of_the_tier_below_delays_nothing(
-    make_rig: Callable[..., FaultRig], proxy: FaultProxy, bucket: str, s3_prefix: str, fault: str
-) -> None:
-    """Rows that cannot be demoted to S3 hold up neither the host nor the file tier."""
-    evicted = {"type": "s3", "bucket": bucket, "prefix": s3_prefix, "endpoint": proxy.endpoint, "capacity": CAPACITY}
-    rig = make_rig(f"s3 below, written on eviction: {fault}", "slabs", below=evicted | {"write": "on_evict"})
-    proxy_fault, before = S3_FAULTS[fault], ResourceCount.take()
-    with rig.under_load(before=before) as load:
-        core = rig.store.coordinator._core
-        upper, lower = core.tiers
-        prompts = [[b"prompt-%d-%d" % (prompt, chunk) for chunk in range(8)] for prompt in range(140)]
-        until(lambda: serves(rig.store.stats()["s3"]), "the server to be up", TIMEOUT_S)
-        written = iter(prompts[:100])
-        until(lambda: put(rig.store, next(written, [])) >= 0 and len(lower.index), "rows to leave the file tier", 600)
-        proxy.inject(proxy_fault)
-        for prompt in prompts[100:]:
-            assert put(rig.store, prompt) == len(prompt)
-            assert len(upper.staged) <= core.host.rows // 4
-        rig.wait_for_answers(20)
-        assert load.stats.hits
-        proxy.clear()
-        rig.fault_ended()
-        rig.wait_until_healed()
