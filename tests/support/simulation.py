@@ -203,6 +203,10 @@ class SimulatedMover:
 class Simulation:
     """Drives one TierManager. Every method is one event; the invariants must hold after any order of events."""
 
+    core: TierManager
+    retained: list[tuple[Row, float]]  # and until when each is not to be evicted
+    _steps: Steps | None  # what the supervisor's thread takes one a turn, and does nothing else
+
     def __init__(
         self,
         rows: int = 6,
@@ -981,9 +985,9 @@ class Simulation:
         self.calls: list[WorkerJob] = []
         self.getting: dict[str, Prompt] = {}  # calls that wait
         self._uses: list[tuple[int, list[Row]]] = []  # by the engine at a tick, of rows of the host, not noted yet
-        self.retained: list[tuple[Row, float]] = []  # and until when each is not to be evicted
+        self.retained = []
         self._told_s = self.now  # the time of the supervisor's last turn that did not go to `_steps`
-        self._steps: Steps | None = None  # what the supervisor's thread takes one a turn, and does nothing else
+        self._steps = None
         self._stepping = 0  # the mover that they are of
         self.core = self._start()
         self._hold = HoldJudge(self.core, require)
