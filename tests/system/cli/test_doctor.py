@@ -25,7 +25,7 @@ from tests.mover.harness import has_exited
 from tests.support.file_tier import file_config, file_tier
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.servers import S3Server, SeaweedServer, free_ports
-from tests.support.waiting import until
+from tests.support.waiting import until, until_up
 
 __all__ = ["quiet_machine"]  # fixtures
 
@@ -86,7 +86,7 @@ def test_nothing_is_written_beside_an_engine(tmp_path: Path) -> None:
     storage = file_tier(tmp_path, "64MiB")
     config = {"tiers": [{"type": "cpu", "capacity": "8MiB"}, storage]}
     with nixl_tiers.open(config, chunk_bytes=1 << 20, namespace="engine") as store:
-        assert store.wait_ready(SLOW_MACHINE_S)
+        until_up(store)
         before = tmp_path.stat().st_mtime_ns
         found = named(directory.examine(file_config(tmp_path, "1GiB"), "token"))
         assert tmp_path.stat().st_mtime_ns == before
