@@ -101,3 +101,8 @@ def test_a_servers_directory_is_one_on_all_nodes(
     assert len(found) == (1 if shared else 2)
     below = f"50 27 0:61 / /kv rw - {kind} {source}/kv rw"  # as NFS shows a part of an export
     assert shared is (identity("/kv", ROOT_OF_A_NODE, below) in found)
+
+
+def test_a_directory_of_a_file_system_is_no_mount(tmp_path: Path) -> None:
+    assert not mounts.is_mount(tmp_path)
+    assert mounts.is_mount(Path("/proc"))

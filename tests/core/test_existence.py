@@ -12,7 +12,7 @@ from nixl_tiers.core.existence import ExistenceCheck
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Limits, TierSpec
-from tests.support.core import expire, look_up_key, opened
+from tests.support.core import anticipate, expire, look_up_key, opened
 
 CHAIN = [b"k%d" % i for i in range(8)]
 LIMITS = Limits(
@@ -127,3 +127,17 @@ class TestWhatOthersDelete:
         core.core.events.gone_before(0, 150)
         expire(core.core, core.now)
         assert self.places(core) == CHAIN[1:2]
+
+
+def test_what_is_found_stays_within_the_tiers_slots_and_takes_the_place_of_the_oldest(core: CheckedCore) -> None:
+    keys = [b"x%d" % number for number in range(103)]
+    for number, key in enumerate(keys):
+        core.core.events.listed(0, [(0, key, number)], last=False)
+    assert [key for key in keys if core.core.where([key])[0]] == keys[3:]
+
+
+def test_a_request_that_waits_for_its_turn_has_its_first_key_asked_for(core: CheckedCore) -> None:
+    anticipate(core.core, "queued", CHAIN, (0.0,))
+    core.core.end_step()
+    core.core.events.plan(core.now)
+    assert [check.keys[0] for check in core.asked()] == CHAIN[:1]

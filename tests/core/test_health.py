@@ -10,6 +10,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.lookup import Lookup
 from nixl_tiers.core.manager import TierManager
+from nixl_tiers.core.probes import _row_to_store
 from nixl_tiers.core.types import BreakerState, Direction, Job, Limits, TierSpec
 from tests.support.core import look_up_key, opened, put
 
@@ -155,3 +156,14 @@ def test_a_job_is_judged_by_all_of_its_rows(first: Outcome) -> None:
     core.events.rows_ended(0, job.id, [move.row.index for move in job.moves[:3]], [first] * 3, 0.0)
     core.events.finished(0, job.id, [Outcome.FAILED if first is Outcome.OK else Outcome.OK], 1.0)
     assert recorded == [first is Outcome.OK]
+
+
+def test_a_probe_stores_a_row_that_is_sealed_if_there_is_one() -> None:
+    """Other tiers cannot be written while a probe seals a row."""
+    core = TierManager(4, 4096, [TierSpec("file", Write.THROUGH, physical_slots=True)])
+    put(core, KEYS[:3])
+    newest = _row_to_store(core.tiers[0], core.host)
+    assert newest is not None
+    assert newest.key == KEYS[2]
+    core.host.index[KEYS[0]].sealed = True
+    assert _row_to_store(core.tiers[0], core.host) is core.host.index[KEYS[0]]

@@ -36,6 +36,7 @@ from nixl_tiers.mover.protocol import (
     Open,
     Opened,
     Refused,
+    Slots,
     Stop,
     Store,
     ToCoordinator,
@@ -495,3 +496,12 @@ def test_a_full_batch_of_entries_fits_a_packet() -> None:
     entries = [Entry(2**40, bytes(MAX_KEY_BYTES), 2**60)] * MAX_ENTRIES
     assert len(encode(Listed(2**60, entries, last=False))) <= MAX_PACKET
     assert len(encode(Touch([(2**32 - 1, 2**62)] * MAX_TOUCHED))) <= MAX_PACKET
+
+
+def test_slots_that_a_tier_gains_or_loses_are_told_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its file system has become full: rows are not placed where there is no room."""
+    rig.open()
+    for slots in (60, 80):
+        monkeypatch.setattr(Tier, "slots", slots)
+        rig.turns(4, HEARTBEAT_S)
+        assert rig.received() == [Slots(0, slots)]

@@ -8,7 +8,8 @@ import pytest
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.swap import host
 from nixl_tiers.swap.host import HostSwap
-from nixl_tiers.swap.plan import CopyPlan, Segment, Share
+from nixl_tiers.swap.plan import CopyPlan, Gap, GroupPlan, Segment, Share
+from nixl_tiers.swap.submit import first_parts, parts_of
 from tests.swap.scenario import (
     LAYOUTS,
     CopyScenario,
@@ -157,3 +158,12 @@ def test_the_block_limit_is_the_smallest_of_a_group() -> None:
     assert plan.pairs(0, [6], [0]).tolist() == [[6, 0]]
     with pytest.raises(ValueError, match="block 7 is out of range: there are 7"):
         plan.pairs(0, [0, 7], [0, 1])
+
+
+def test_what_no_segment_covers_is_copied_from_nowhere() -> None:
+    """A tile that begins in a gap is zeroed by the kernel, which has no address to read there."""
+    segments = Segment(4096, 2048, 1024, 512), Segment(8192, 2048, 512, 2048)
+    group = GroupPlan(segments, (Gap(0, 512), Gap(1536, 512)), 4)
+    parts = parts_of(group)
+    assert parts.tolist() == [[0, 0, 512, 0], [4096, 2048, 1024, 512], [0, 0, 512, 1536], [8192, 2048, 512, 2048]]
+    assert first_parts(parts).tolist() == [0, 3]
