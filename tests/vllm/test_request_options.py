@@ -203,6 +203,13 @@ def test_a_request_that_stores_nothing_leaves_nothing_in_host_memory(rig: Rig) -
     assert rig.run("third", prompt) == 4 * BLOCK
 
 
+@pytest.mark.parametrize(("store", "stays"), [("host", True), ("all", False)])
+def test_what_a_request_keeps_in_host_memory_is_written_to_no_tier(rig: Rig, store: str, stays: bool) -> None:
+    rig.run("r", hashes_of(2), {"nixl_tiers": {"store": store}})
+    with rig.coordinator.core() as core:
+        assert [row.host_only for row in core.host.index.values()] == [stays, stays]
+
+
 def test_vllms_limits_of_tokens_are_kept(rig: Rig) -> None:
     prompt = hashes_of(8)
     assert rig.run("first", prompt, {"max_offload_tokens": 5 * BLOCK + 1}) == 0
