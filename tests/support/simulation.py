@@ -322,9 +322,17 @@ class Simulation:
     def retain(self, chain: Sequence[Key], seconds: float) -> None:
         """A request has ended that had these chunks, and they are to stay for a while."""
         until_s = self.now + seconds
-        self.core.retain(chain, until_s)
         rows = [row for key in chain if (row := self.core.host.index.get(key)) is not None]
-        self.retained += [(row, until_s) for row in rows if row.retained_until >= until_s]
+        before = [row.retained_until >= until_s for row in rows]
+        whole = self.core.retain(chain, until_s)
+        kept = [row.retained_until >= until_s for row in rows]
+        front = [*kept, False].index(False)
+        require(kept[front:] == before[front:], "what is retained is not the front of a prefix")
+        host, share = self.core.host, self.limits.retain_share
+        full = inside.retained(self.core) >= int(share * self.rows)
+        full |= any(host.retained_of[tenant] >= int(share * quota) for tenant, quota in enumerate(host.quotas, 1))
+        require(whole == all(kept) and (whole or full), "less is retained than there is room for")
+        self.retained += [(row, until_s) for row, is_kept in zip(rows, kept, strict=True) if is_kept]
         self.tick()
 
     def again(self, name: str) -> None:
