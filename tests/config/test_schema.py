@@ -273,7 +273,7 @@ def test_refused_configuration_creates_nothing(tmp_path: Path) -> None:
 def test_missing_mount_is_reported_and_nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "ROOT", tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
-    for path in (tmp_path / "link", tmp_path / "nvme" / "kv"):
+    for path in (tmp_path / "nvme" / "kv", tmp_path / "link"):
         read = schema.load(with_tier(FILE, path=str(path), require_mount=True))
         with pytest.raises(ConfigError) as error:
             schema.check_paths(read, create=False)
