@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from bench.first_token_engine import FirstTokenEngine
 from bench.rounds import cpu_seconds
+from demo import vllm_cpu
 from nixl_tiers.core import pricing
-from tests.support import inside, vllm_cpu
+from tests.support import inside
 
 READY_S: Final = 300.0
 MEASURES_S: Final = 5.0

@@ -27,7 +27,7 @@ from typing import Any, Final
 from bench.engine_process import EngineProcess
 from bench.features_engine import Plan
 from bench.longdoc import objects_in, size_of
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 from tests.support.models import save_adapter, save_random
 from tests.support.servers import S3Server, seaweedfs_server
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.engine_process import answer_requests, claim_stdout
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 
 HOST_BYTES: Final = 64 << 20
 ANSWER_TOKENS: Final = 8

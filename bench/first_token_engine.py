@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 
 
 class FirstTokenEngine:

@@ -46,8 +46,8 @@ from bench.engine_process import EngineProcess
 from bench.longdoc_engine import FULL, KINDS, QUICK, WAYS, Plan, Workload
 from bench.machine import file_system, machine
 from bench.ttft import rotations
+from demo import vllm_cpu
 from nixl_tiers.memory.pages import transparent_setting
-from tests.support import vllm_cpu
 from tests.support.servers import S3Server, seaweedfs_server
 
 DEFAULT_KINDS: Final = ("plain", "cpu", "file", "vllm-cpu", "vllm-fs")

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from bench.engine_process import answer_requests, claim_stdout
 from bench.ttft_engine import MODELS
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 
 IN_PROCESS, OWN_PROCESS = "in-process", "own-process"
 WAYS: Final = (IN_PROCESS, OWN_PROCESS)

@@ -43,8 +43,8 @@ from bench.longdoc_engine import FLUSH_S, WAYS, Plan, Workload, flush_tiers, rea
 from bench.machine import file_system, machine
 from bench.rounds import Spread, cpu_seconds, rotations
 from bench.ttft import drop_page_cache
+from demo import vllm_cpu
 from nixl_tiers.memory.pages import transparent_setting
-from tests.support import vllm_cpu
 from tests.support.servers import S3Server, seaweedfs_server
 
 KINDS: Final = ("file", "memory", "vllm-fs", "s3", "vllm-obj")

@@ -31,8 +31,8 @@ from typing import Any, Final
 from bench.engine_process import EngineProcess, answer_requests, claim_stdout
 from bench.first_token_engine import FirstTokenEngine
 from bench.machine import machine
+from demo import vllm_cpu
 from nixl_tiers.base.kv_bytes import kv_of
-from tests.support import vllm_cpu
 
 AGREE: Final = 0.15
 DOCUMENTS: Final = 10

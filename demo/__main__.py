@@ -31,9 +31,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from demo import vllm_cpu
 from demo.report import SOURCES, TIERS, Counts, DemoFailure, Run, draw, machine, table, verify
 from nixl_tiers.base.kv_bytes import kv_of
-from tests.support import vllm_cpu
 from tests.support.servers import (
     RunningServer,
     S3Server,
@@ -230,7 +230,7 @@ class Demo:
     def _build_model(self) -> Path:
         self._log("building the model")
         # In a process of its own: the memory that the conversion takes is then free for the server.
-        command = [sys.executable, "-m", "tests.support.vllm_cpu", "model"]
+        command = [sys.executable, "-m", "demo.vllm_cpu", "model"]
         done = subprocess.run(
             [*command, str(vllm_cpu.cache_directory() / "model")], capture_output=True, text=True, check=False
         )

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 from tests.support.vllm_server import Answer, MetricsPage
 
 TIERS: Final = ("cpu", "file", "s3")

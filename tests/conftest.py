@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     worker: str | None = getattr(config, "workerinput", {}).get("workerid")
     if worker is not None and config.getoption("--own-core"):
-        from tests.support.vllm_cpu import all_cores
+        from demo.vllm_cpu import all_cores
 
         cores = all_cores()
         os.environ["NIXL_TIERS_ENGINE_CORES"] = str(cores[int(worker.removeprefix("gw")) % len(cores)])

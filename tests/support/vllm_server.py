@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 from tests.support.leaks import process_tree
 from tests.support.servers import free_ports
 

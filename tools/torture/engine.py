@@ -179,7 +179,7 @@ def _serve(talk: Connection, plan: Plan, log: str) -> None:
 
 
 def _llm(plan: Plan) -> Any:
-    from tests.support import vllm_cpu
+    from demo import vllm_cpu
 
     settings = {
         "dtype": "float32",

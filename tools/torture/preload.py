@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from importlib.util import find_spec
 
-from tests.support import vllm_cpu
+from demo import vllm_cpu
 from tools.torture.engine import IMPORTED, IMPORTED_LMCACHE
 
 vllm_cpu.supply_metadata()

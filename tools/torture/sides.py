@@ -102,7 +102,7 @@ class Ours(Side):
     limit = "capacity"
 
     def transfer(self, place: Place, capacity: int | None, engines: int) -> Mapping[str, Any]:
-        from tests.support.vllm_cpu import recomputing_transfer
+        from demo.vllm_cpu import recomputing_transfer
 
         replicas = engines if self.name == "slabs" else 1  # each has a part of the directory
         storage = self.tier(place) | {"capacity": capacity or ROOM_BYTES}

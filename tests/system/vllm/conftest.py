@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from demo import vllm_cpu
 from nixl_tiers.base.times import PRODUCTION, Times
-from tests.support import vllm_cpu
 from tests.support.models import save_random
 from tests.system.vllm import run_engine
 from tests.vllm.conftest import offloading_config, ordinary_logging, weights_folder

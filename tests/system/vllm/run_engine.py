@@ -37,9 +37,9 @@ from typing import Any
 
 import msgspec
 
+from demo import vllm_cpu
 from nixl_tiers.base.times import Times
 from nixl_tiers.store import TieredStore
-from tests.support import vllm_cpu
 from tests.support.core import locate
 from tests.support.leaks import reclaim_all_host_rows
 from tests.support.waiting import until, until_up

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("vllm")
 
+from demo import vllm_cpu
 from nixl_tiers.base.chunk import Geometry
 from nixl_tiers.vllm import compat
 from nixl_tiers.vllm.chunk_size import CHUNK_TOKENS
-from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.models import save_adapter, save_random
 from tests.system.vllm.test_engine import BLOCK, CHUNKS, PROMPT, RECOMPUTING, WHOLE, Engine, ask, tokens

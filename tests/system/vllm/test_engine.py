@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from demo import vllm_cpu
 from nixl_tiers.base.chunk import Geometry
-from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier, files_tier
 from tests.support.models import save_random
 from tests.support.servers import MotoServer

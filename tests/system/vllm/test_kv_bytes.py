@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import pytest
 
+from demo import vllm_cpu
 from nixl_tiers.base.kv_bytes import _HEADS, _LATENT, kv_of
 from nixl_tiers.vllm.compat import version
-from tests.support import vllm_cpu
 
 KINDS: Final = (*_HEADS, *_LATENT)
 SMALL: Final = {

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from demo import vllm_cpu
 from nixl_tiers import cli
-from tests.support import vllm_cpu
 from tests.support.file_tier import file_tier
 from tests.support.leaks import MARK, ProcessWatch, process_tree, processes_with_mark, shared_memory_names
 from tests.support.proxy import FaultKind, FaultProxy, ProxyFault

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from demo import vllm_cpu
 from nixl_tiers.store import TieredStore
-from tests.support import inside, vllm_cpu
+from tests.support import inside
 from tests.support.file_tier import file_tier
 from tests.support.models import save_random
 from tests.support.waiting import until_up

@@ -1,7 +1,7 @@
 """Real vLLM on a machine without a GPU, and a small real model for it: for tests, benches and the demo.
 
-    python -m tests.support.vllm_cpu serve MODEL ...     the same as `vllm serve`
-    python -m tests.support.vllm_cpu model DIRECTORY     build the model, print its path
+    python -m demo.vllm_cpu serve MODEL ...     the same as `vllm serve`
+    python -m demo.vllm_cpu model DIRECTORY     build the model, print its path
 
 The commands are for the root of a checkout. The CPU build of vLLM is a distribution called `vllm-cpu`, but vLLM looks
 up the version of `vllm` and expects the word "cpu" in it. So a metadata-only distribution `vllm` is put on the path of
@@ -35,7 +35,7 @@ BLOCK_TOKENS: Final = 128
 
 def cache_directory() -> Path:
     """The directory for the model and metadata."""
-    return Path(__file__).resolve().parents[2] / ".cache"
+    return Path(__file__).resolve().parents[1] / ".cache"
 
 
 def supply_metadata() -> None:
@@ -101,7 +101,7 @@ def permit_amx() -> None:
 
 def serve_command(model: Path, *options: str) -> list[str]:
     """The command line of an OpenAI-compatible server on this machine; `options` are those of `vllm serve`."""
-    command = [sys.executable, "-m", "tests.support.vllm_cpu", "serve", str(model), "--enforce-eager"]
+    command = [sys.executable, "-m", "demo.vllm_cpu", "serve", str(model), "--enforce-eager"]
     return [*command, "--block-size", str(BLOCK_TOKENS), *options]
 
 
