@@ -22,7 +22,8 @@ from tests.support.core import rows_of
 from tests.support.disks import hung_mount
 from tests.support.file_tier import file_tier
 from tests.support.load import get, put
-from tests.support.waiting import until
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, free_ports, moto_server
+from tests.support.waiting import serves, until
 
 SIZE = 64 << 10
 KEYS: list[Key] = [b"key-%06d" % n for n in range(120)]
@@ -98,6 +99,24 @@ def test_store_opens_without_a_tier_on_a_hung_mount_and_a_command_says_so(tmp_pa
 
 
 # --- a file tier over several directories ---
+
+
+def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    objects = {"type": "s3", "bucket": "late-bucket", "endpoint": f"http://127.0.0.1:{port}", "capacity": "64MiB"}
+    with nixl_tiers.open(on(objects), SIZE, "n") as store:
+        assert put(store, KEYS[:10]) == hits(store, KEYS[:10]) == 10
+        assert not serves(store.stats()["s3"])
+        with moto_server(port=port) as server:
+            server.make_bucket("late-bucket")
+            until(lambda: serves(store.stats()["s3"]), "the s3 tier to heal", timeout_s=300)
+            # Until it knows what others have stored, all of the capacity counts as used.
+            until(lambda: store.stats()["s3"]["used_bytes"] == 0, "a first look at the usage record", timeout_s=60)
+            assert put(store, KEYS[10:20]) == 10
+            assert store.flush(300)
+            assert store.stats()["s3"]["rows"] == 10
 
 
 def opened(*paths: Path) -> TieredStore:
