@@ -170,7 +170,7 @@ class PolledJobs:
                 self._reported = jobs[0].ids[0]
                 log.warning(
                     "nixl_tiers: a %s between GPU and host memory has not ended after %.0f s (job %d, and %d behind "
-                    "it): the GPU's work before it has not ended, or the GPU hangs",
+                    "it): the GPU's work before it has not ended, or the GPU hangs: see Xid in dmesg",
                     direction.value,
                     time.perf_counter() - jobs[0].began_s,
                     jobs[0].ids[0],

@@ -127,7 +127,7 @@ def open_worker(config: FileConfig, region: HostRegion, geometry: Geometry, move
     try:
         return Worker(region, geometry, threads_of(movers))
     except OSError as error:
-        logger.warning("rows are moved by NIXL: the native worker cannot start (%s)", error.strerror)
+        logger.warning("rows are moved by NIXL (io_setup: %s): raise fs.aio-max-nr, or permit the call", error.strerror)
     return None
 
 
