@@ -14,7 +14,7 @@ import msgspec
 from nixl_tiers.base.chunk import Geometry, Outcome
 from nixl_tiers.config.schema import FileConfig, S3Config, Size, StorageConfig
 from nixl_tiers.memory.region import HostRegion
-from nixl_tiers.tiers.base import MAX_ENTRIES, Entry, FinishedBatch, Move, StorageTier
+from nixl_tiers.tiers.base import Entry, FinishedBatch, Move, StorageTier
 from nixl_tiers.tiers.s3.takeover import Terms
 from tests.support.times import KEEPS_ITS_RECORD
 
@@ -26,10 +26,6 @@ class StubConfig(StorageConfig):
     capacity: Size = 1 << 30
     closed: Path = Path("unset")
     wake: Path = Path("unset")
-    dropped: Path = Path("unset")
-    rows: int = 0
-    more: int = 0
-    slots: int = 0
 
     @property
     def implementation(self) -> str:
@@ -37,7 +33,7 @@ class StubConfig(StorageConfig):
 
     @property
     def physical_slots(self) -> bool:
-        return not self.more
+        return True
 
 
 class DecidedConfig(FileConfig):
@@ -170,26 +166,3 @@ class HangsWithInterpreterLock(InstantTier):
         self.config.wake.touch()
         while True:  # a signal may end the call
             ctypes.PyDLL(None).sleep(3600)
-
-
-class PrefilledTier(InstantTier):
-    """Holds `rows` rows, row n in slot n, and `more` that it lists later. Appends rows that it is to delete to the file
-    `dropped`."""
-
-    def open(self, namespace: bytes, epoch: int) -> int:
-        return self.config.slots
-
-    def list_rows(self) -> Iterator[list[Entry]]:
-        rows = self.config.rows
-        for start in range(0, rows, MAX_ENTRIES):
-            yield [Entry(n, b"row-%d" % n, n) for n in range(start, min(start + MAX_ENTRIES, rows))]
-        more = self.config.more
-        until_s = time.monotonic() + 2.0  # so that these come in a table of their own
-        while more and time.monotonic() < until_s:
-            yield []
-        for start in range(0, more, MAX_ENTRIES):
-            yield [Entry(n, b"more-%d" % n, rows + n) for n in range(start, min(start + MAX_ENTRIES, more))]
-
-    def delete(self, entries: Sequence[tuple[int, bytes]]) -> None:
-        with self.config.dropped.open("a") as file:
-            file.writelines(f"{slot} {key.decode()}\n" for slot, key in entries)
