@@ -346,6 +346,8 @@ class TestAReset:
         rig.mover.send(Heartbeat(0), Opened(0, 100), listed)
         rig.step()
         assert not rig.coordinator.ready
+        (tier,) = rig.core.tiers
+        assert tier.members[0].state is TierState.DOWN, "nothing is stored before the new one is open"
         rig.mover.send(Heartbeat(0), Opened(rig.coordinator.namespace.epoch, 100))
         rig.step()
         assert locate(rig.coordinator, KEYS[:1]) == [None]
