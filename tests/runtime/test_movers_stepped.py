@@ -174,8 +174,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rig], None]:
     """waits(rig): while a call waits for a change, time passes and the supervisor has its turns."""
 
     def use(rig: Rig) -> None:
+        left = iter(range(10_000))
+
         def wait(_: threading.Condition, timeout: float | None = None) -> bool:
             assert timeout is not None, "a wait without an end"
+            assert next(left, None) is not None, "a call that waits for ever"
             rig.stepped.pass_time(timeout, each_s=TICK_S)
             return True
 
