@@ -273,8 +273,11 @@ def test_refused_configuration_creates_nothing(tmp_path: Path) -> None:
 def test_missing_mount_is_reported_and_nothing_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "ROOT", tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "nvme" / "kv")
-    for path in (tmp_path / "nvme" / "kv", tmp_path / "link"):
-        read = schema.load(with_tier(FILE, path=str(path), require_mount=True))
+    reads = {
+        path: schema.load(with_tier(FILE, path=str(path), require_mount=True))
+        for path in (tmp_path / "nvme" / "kv", tmp_path / "link")
+    }
+    for path, read in reads.items():
         with pytest.raises(ConfigError) as error:
             schema.check_paths(read, create=False)
         assert str(error.value) == (
@@ -283,7 +286,7 @@ def test_missing_mount_is_reported_and_nothing_created(tmp_path: Path, monkeypat
         schema.check_paths(read)  # the tier waits for the mount
         assert not (tmp_path / "nvme").exists()
     monkeypatch.setattr(mounts, "ROOT", Path("/proc"))  # as if the machine's own file system were elsewhere
-    schema.check_paths(read, create=False)
+    schema.check_paths(reads[tmp_path / "nvme" / "kv"], create=False)
 
 
 def test_capacity_below_one_row_is_refused() -> None:
