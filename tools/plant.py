@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).parents[1]
 PROMISES: Final = ROOT / "tests/promises.toml"
 PAGES: Final = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMED: Final = re.compile(r"<!-- promises?: ([^>]+?) -->")
-BY_ASSERTION: Final = re.compile(r"^FAILED \S+.* - (AssertionError|assert |Failed: )", re.MULTILINE)
+BY_ASSERTION: Final = re.compile(r"^FAILED \S+.* - (AssertionError|assert |Failed: |\S+\.BrokenInvariant: )", re.MULTILINE)
 AT_ONCE: Final = 2
 PATIENCE_S: Final = 300
 
@@ -176,7 +176,7 @@ def forked(test: str) -> str:
         status = os.waitpid(child, 0)[1]
         alarm.cancel()
         said.seek(0)
-        return said.read() + ("\nit hangs" if os.WIFSIGNALED(status) else "")
+        return said.read() + ("\nit hangs, or crashes" if os.WIFSIGNALED(status) else "")
 
 
 if __name__ == "__main__":
