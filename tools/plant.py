@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).parents[1]
 PROMISES: Final = ROOT / "tests/promises.toml"
 PAGES: Final = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMED: Final = re.compile(r"<!-- promises?: ([^>]+?) -->")
-BY_ASSERTION: Final = re.compile(r"^FAILED \S+.* - (AssertionError|assert |Failed: |\S+\.BrokenInvariant: )", re.MULTILINE)
+BY_ASSERTION: Final = re.compile(r"^FAILED .* - (AssertionError|assert |Failed: |\S+\.BrokenInvariant: )", re.MULTILINE)
 AT_ONCE: Final = 2
 PATIENCE_S: Final = 300
 
