@@ -15,7 +15,7 @@
 #   make dist                       sdist, wheel and SBOM in dist/, checked: CONTRIBUTING.md; `make archives`
 #                                   makes the first two and needs no more than Python 3.11
 #   make planted ONLY=bucket-bound  plants the bugs that tests/promises.toml has for a promise, and sees each caught by the
-#                                   test beside it; without ONLY all of them, most of an hour
+#                                   test beside it; without ONLY all of them, half an hour
 #   make fuzz MINUTES=10            fresh random examples for the property tests; SEED=n repeats a run
 #   make soak MINUTES=10            random load and random faults, every byte verified
 #   make test-gds DIR=/mnt/nvme     is GPUDirect Storage worth having with these drives? Writes gds-report/report.md;
