@@ -61,6 +61,13 @@ class TestTheOwner:
         assert not module._hand_over(peer, region.fd, SIZES, PATIENCE_S)
         assert answer_to(end) == (b"", [])
 
+    def test_waits_for_none_longer_than_it_is_told(self, pair: Pair, region: HostRegion) -> None:
+        """One that is stopped must not block the rest."""
+        peer, end = pair
+        end.send(b"nothing")
+        assert not module._hand_over(peer, region.fd, SIZES, 0.5)
+        assert peer.gettimeout() == 0.5
+
     @pytest.mark.parametrize("said", [b"", b"nothing", request_of(SIZES._replace(rows=5)), request_of(SIZES)[:-1]])
     def test_tells_its_sizes_to_one_who_asks_for_something_else(
         self, pair: Pair, region: HostRegion, said: bytes

@@ -233,3 +233,9 @@ def test_unknown_facts_give_a_note(make: Callable[..., Fingerprint], changes: di
     assert note.startswith("storage tiers are refused unless")
     assert sentence in note
     assert len(note.encode()) <= 400
+
+
+def test_a_worker_without_vllms_configuration_refuses_storage() -> None:
+    note = fingerprint.weights_of(None, tiers_config.load(TIERS)).note
+    assert note.startswith("storage tiers are refused unless")
+    assert "did not give this worker its configuration" in note

@@ -103,6 +103,13 @@ class TestWhatHasChangedIsNoticed:
     def file(self, tmp_path: Path) -> Path:
         return tmp_path / "model.safetensors"
 
+    def test_a_change_in_a_large_header_is_detected(self, file: Path) -> None:
+        starts = save(file, {f"model.layers.{n}.self_attn.weight_scale": 4 for n in range(6_000)})
+        at = file.read_bytes().index(b"layers.5871.")
+        assert at > 256 << 10
+        assert self.differs(file, at + 7, 1)
+        assert self.differs(file, starts["model.layers.5999.self_attn.weight_scale"], 4)
+
     def differs(self, file: Path, start: int, size: int) -> bool:
         before = digest_of_files(file)
         with file.open("rb") as opened:

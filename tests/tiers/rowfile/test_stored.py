@@ -71,3 +71,14 @@ def test_manifest_stays_while_its_engine_lives(tmp_path: Path, pid: int, keeps: 
     found.delete(lambda _: None)
     assert about.exists() == keeps
     assert not [*tmp_path.rglob("*.row")]
+
+
+@pytest.mark.parametrize("content", ["", "about me", '{"name": "mine"}'])
+def test_a_manifest_that_is_none_of_ours_stays(tmp_path: Path, content: str) -> None:
+    home = tmp_path / ("cd" * 16)
+    home.mkdir(mode=0o700)
+    about = home / MANIFEST_NAME
+    about.write_text(content)
+    about.chmod(0o600)
+    FileNamespace.found(tmp_path, home.name, None).delete(lambda _: None)
+    assert about.read_text() == content

@@ -492,3 +492,12 @@ def test_mount_that_has_gone_is_missed_by_the_next_mover(make: Make, monkeypatch
     assert one.tier.mount_point == os.fsencode(other)
     mounts.remove(one.path)
     next_mover(one)
+
+
+def test_a_directory_of_slabs_is_refused(make: Make) -> None:
+    one = make()
+    one.path.mkdir()
+    (one.path / ".ledger").touch()
+    with pytest.raises(TierRefused, match=f"^path: {one.path} holds slabs, and a directory has one layout"):
+        one.open()
+    assert [file.name for file in one.path.iterdir()] == [".ledger"]

@@ -162,6 +162,20 @@ def test_nothing_is_queued_while_all_threads_are_stuck(checker: ExistenceChecker
     assert checker.answers() == [Answer(50, [], [b"70"])]
 
 
+def test_it_is_told_for_how_long_all_threads_have_been_stuck(checker: ExistenceChecker, medium: Medium) -> None:
+    checker.start(1, keys(MAX_CONCURRENT), chain=False)
+    stuck = medium.pool.begin(MAX_CONCURRENT)
+    medium.clock.now = PRODUCTION.s3_check_s
+    assert checker.stuck_s == 0, "they may still answer in time"
+    medium.clock.now += 0.1
+    checker.answers()
+    assert checker.stuck_s == 0, "since now"
+    medium.clock.now += 30
+    assert checker.stuck_s == 30
+    stuck[0][0].set_result(0)
+    assert checker.stuck_s == 0
+
+
 class TestUploads:
     """Before which it is asked whether the row is there by now."""
 

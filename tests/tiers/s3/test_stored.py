@@ -198,3 +198,11 @@ def test_who_uses_it_is_alive_to_a_date_that_is_minutes_ahead(
     (found,) = find()
     found.delete(lambda _: None)
     assert (f"{HOME}/about.json" in bucket.names) == bool(held_by), "of an engine that goes on"
+
+
+def test_an_about_json_of_somebody_else_stays(bucket: Versions) -> None:
+    name = f"p/{'cd' * 16}/about.json"
+    bucket.put(name, b"precious")
+    for found in find():
+        found.delete(lambda _: None)
+    assert name in bucket.names

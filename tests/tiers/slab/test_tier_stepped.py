@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import stat
 import tarfile
 from collections.abc import Callable
@@ -355,3 +356,20 @@ def test_failed_transfers_give_their_places_in_the_buffers_back(
         assert len(direction._buffer._free) == len(direction._buffer.rows)
     agent.fails = False
     assert one.store(range(ROWS)) == one.load(range(ROWS)) == [OK] * ROWS
+
+
+@pytest.mark.parametrize("what", ["tail", "namespace"])
+def test_a_hard_linked_copy_of_what_is_deleted_stays_whole(stored: SteppedSlabs, tmp_path: Path, what: str) -> None:
+    """As `cp -al` makes it: only names are deleted, no file of another name is cut."""
+    copy = tmp_path / "copy"
+    shutil.copytree(stored.path / "part-0", copy / "part-0", copy_function=lambda at, to: Path(to).hardlink_to(at))
+    before = slab(copy).read_bytes()
+    if what == "tail":
+        stored.tier.delete([(number, key_of(number)) for number in range(ROWS)])
+        slabs = stored.tier._open.slabs  # type: ignore[union-attr]
+        slabs.free(slabs.truncate(0))
+    else:
+        stored.open(bytes(16))
+        assert stored.tier._quota.delete_oldest()
+    assert not slab(stored.path).exists()
+    assert slab(copy).read_bytes() == before
