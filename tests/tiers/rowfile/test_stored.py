@@ -81,4 +81,5 @@ def test_a_manifest_that_is_none_of_ours_stays(tmp_path: Path, content: str) -> 
     about.write_text(content)
     about.chmod(0o600)
     FileNamespace.found(tmp_path, home.name, None).delete(lambda _: None)
+    assert about.exists()
     assert about.read_text() == content
