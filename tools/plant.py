@@ -33,9 +33,6 @@ BY_ASSERTION: Final = re.compile(r"^FAILED .* - (AssertionError|assert |Failed: 
 AT_ONCE: Final = 2
 PATIENCE_S: Final = 300
 
-Planted = tuple[dict[str, Any], dict[str, str]]
-"""A promise and one of its bugs."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """0 if all is well."""
@@ -43,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     wrong = list(check(promises))
     if "--check" not in arguments and not wrong:
         chosen = [each for each in promises if not arguments or each["id"] in arguments]
-        wrong = plant_all([(promise, bug) for promise in chosen for bug in promise.get("bugs", ())])
+        bugs = [(each["id"], bug | {"test": test_of(each, bug)}) for each in chosen for bug in each.get("bugs", ())]
+        wrong = plant_all(bugs)
     for line in wrong:
         print(line, file=sys.stderr)
     return bool(wrong)
@@ -77,23 +75,24 @@ def test_of(promise: dict[str, Any], bug: dict[str, str]) -> str:
     return str(bug.get("test") or promise["test"])
 
 
-def plant_all(bugs: Sequence[Planted]) -> list[str]:
-    """Those that were not caught, with what pytest said. Says of each bug at once how it went."""
-    left, wrong = iter(sorted(bugs, key=needs_vllm)), list[str]()
+def plant_all(bugs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
+    """Those that were not caught, with what pytest said. Says of each bug, by its promise, at once how it went."""
+    left, wrong = iter(sorted(bugs, key=lambda each: needs_vllm(each[1]))), list[str]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
 
         def some(number: int) -> None:
             tree = copy(Path(folder) / str(number))
-            command = [sys.executable, str(tree / "tools" / Path(__file__).name), "--here"]
+            command = [sys.executable, "tools/plant.py", "--here"]
             with subprocess.Popen(command, cwd=tree, stdin=PIPE, stdout=PIPE, text=True) as planter:
                 assert planter.stdin
                 assert planter.stdout
                 for promise, bug in left:
-                    print(json.dumps(bug | {"test": test_of(promise, bug)}), file=planter.stdin, flush=True)
+                    print(json.dumps(bug), file=planter.stdin, flush=True)
                     began = time.monotonic()
                     said = json.loads(planter.stdout.readline())
-                    print(f"{promise['id']}: {said or 'caught'} ({time.monotonic() - began:.1f} s)", flush=True)
-                    wrong.extend([f"{promise['id']}: {said}"] if said else [])
+                    print(f"{promise}: {said or 'caught'} ({time.monotonic() - began:.1f} s)", flush=True)
+                    if said:
+                        wrong.append(f"{promise}: {said}")
                 planter.stdin.close()
 
         list(pool.map(some, range(AT_ONCE)))
@@ -101,8 +100,8 @@ def plant_all(bugs: Sequence[Planted]) -> list[str]:
     return wrong
 
 
-def needs_vllm(planted: Planted) -> bool:
-    return "vllm/" in test_of(*planted)
+def needs_vllm(bug: dict[str, str]) -> bool:
+    return "vllm/" in bug["test"]
 
 
 def copy(to: Path) -> Path:
@@ -127,7 +126,7 @@ def serve() -> int:
         importlib.import_module(slow)
     for number, line in enumerate(sys.stdin):
         bug = json.loads(line)
-        if "vllm/" in bug["test"]:
+        if needs_vllm(bug):
             importlib.import_module("vllm.v1.core.sched.scheduler")
         print(json.dumps(plant(bug, number)), flush=True)
     return 0
