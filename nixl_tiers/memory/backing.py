@@ -174,7 +174,7 @@ class Backing:
     def _give_up(self, error: int) -> bool:
         """Rows that need no lock are used all the same: their memory is allocated then, if it can be."""
         log.warning(
-            "nixl_tiers: prefaulting ends at %d of %d rows: %s; others are allocated on use, with a GPU not used",
+            "nixl_tiers: prefaulting ends at %d of %d rows: %s; lower capacity (with a GPU the others are not used)",
             self._pieces[self._backed - 1][1] if self._backed else 0,
             self._region.rows,
             os.strerror(error),

@@ -223,7 +223,7 @@ class FreeSpace:
         self.problem = ""
         if nbytes > 0 and self.spare_bytes < nbytes:
             least = format_size(self._least_bytes)
-            self.problem = f"{self._path} is full: min_free keeps {least} of its file system free"
+            self.problem = f"{self._path} is full: min_free keeps {least} free; lower it or capacity, or make room"
         else:
             self.spare_bytes -= nbytes
         return self.problem

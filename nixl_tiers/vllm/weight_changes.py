@@ -62,7 +62,7 @@ def watch_weights(region: HostRegion, rank: int, worker: Any = None) -> None:
     region.at_close(partial(_watches.discard, watch))
     worker = worker or calling_worker()
     if worker is None:
-        log.warning("nixl_tiers: this vLLM does not show its worker, so that a change of its weights is not noticed")
+        log.warning("nixl_tiers: this vLLM does not show its worker: restart it after each change of its weights")
         return
     kind = type(worker)
     for name in CALLS:

@@ -209,7 +209,7 @@ class Slabs:
                     if not extend(descriptor, status.st_size, end * row_bytes, path) and not self._sparse:
                         self._sparse = True
                         logger.warning(
-                            "%s cannot allocate ahead: the disk may fill up below the tier's capacity",
+                            "%s cannot allocate ahead: use ext4 or XFS, or keep the tier's capacity free on it",
                             self._folder.path,
                         )
                     break
@@ -306,7 +306,7 @@ class SealScan:
         except OSError as error:
             if not self.failed:
                 path = slots.folder.path / slots.name
-                logger.warning("%s cannot be read (%s): rows in it may not be found", path, error.strerror)
+                logger.warning("%s cannot be read (%s, see dmesg): its rows may not be found", path, error.strerror)
             self.failed = True
             return []
 

@@ -284,7 +284,7 @@ class SlabTier(StorageTier):
                 served.store_problem = f"{served.path}: no slab can be made longer ({reason})"
                 self.log_once.report("longer", served.store_problem)
             elif not self._full_until_s and not self._free.problem:  # which is logged as a denial
-                logger.warning("no room for more rows, so rows are evicted to store others: %s", reason)
+                logger.warning("no room, so rows are evicted to store others; free some, or lower capacity: %s", reason)
             served.health.check_soon()
             self._full_until_s = time.monotonic() + _FULL_S
             if full or served.slabs.end:  # where the core evicts to store more, no write has failed
