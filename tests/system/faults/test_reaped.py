@@ -23,6 +23,7 @@ from tests.mover.stub_tiers import DecidedConfig
 from tests.support.file_tier import file_tier
 from tests.support.no_gpu import NoGpu
 from tests.support.servers import MotoServer, S3Server
+from tests.support.times import KEEPS_ITS_RECORD
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -103,7 +104,7 @@ def reader(pid: int) -> Iterator[None]:
 
 def changes_after_kill(tier: Tier, *, kill: Callable[[MoverProcess], None], count: int = ROWS) -> bool:
     """Kill a mover when the first of its rows have arrived; whether a byte changes after `kill`."""
-    with MoverProcess(tier, GEOMETRY, count, engine="one") as mover:
+    with MoverProcess(tier, GEOMETRY, count, engine="one", times=KEEPS_ITS_RECORD) as mover:
         mover.open()
         # A bucket lists nothing, and rows that are there would be written, and counted, once more.
         if not mover.listed_rows() and mover.load([0]) != [Outcome.OK]:
