@@ -48,6 +48,11 @@ class FaultyConfig(StorageConfig):
         return self.inner.identity
 
     @property
+    def members(self) -> tuple[FaultyConfig, ...]:
+        """The plan before each of those inside: faults of a key do not depend on which of them has it."""
+        return tuple(self.model_copy(update={"inner": each, "capacity": each.capacity}) for each in self.inner.members)
+
+    @property
     def physical_slots(self) -> bool:
         return self.inner.physical_slots
 

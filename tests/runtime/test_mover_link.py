@@ -22,7 +22,7 @@ from nixl_tiers.mover.protocol import Down, Heartbeat, Listed, Opened, Refused
 from nixl_tiers.runtime.coordinator import Coordinator
 from nixl_tiers.runtime.mover_link import MoverLink
 from nixl_tiers.runtime.tier_log import LINES, STEADY_S, TierLog
-from nixl_tiers.testing.config import MemoryConfig
+from nixl_tiers.testing.config import MemoryConfig, with_faults
 from tests.support import inside
 from tests.support.core import all_good, look_up_key, opened
 from tests.support.file_tier import file_tier
@@ -55,6 +55,13 @@ def test_movers_receive_the_names_of_variables_that_hold_secrets() -> None:
         Coordinator(config, Namespace.of({}), HostRegion.create(GEOMETRY, 16))._end()
     configures = supervisor.call_args.args[0]
     assert [configure.secret_variables for configure in configures] == [["KV_A", "KV_B"]] * 2
+
+
+def test_faults_come_before_each_directory_of_a_tier() -> None:
+    disks = {"type": "file", "path": ["/mnt/a", "/mnt/b"], "capacity": "2GiB"}
+    config = configuration.load({"tiers": [{"type": "cpu", "capacity": "1MiB"}, disks]})
+    (faulty,) = with_faults(config, {}).storage
+    assert [(each.inner.place, each.capacity) for each in faulty.members] == [("/mnt/a", 1 << 30), ("/mnt/b", 1 << 30)]
 
 
 def test_rows_are_used_as_far_as_their_memory_is_there() -> None:
