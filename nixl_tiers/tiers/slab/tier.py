@@ -268,7 +268,7 @@ class SlabTier(StorageTier):
         if time.monotonic() - self._growth_since_s < self.times.growth_overdue_s:
             return False
         self._slots.refused()
-        self.log_once.report("growth", f"{self.config.path}: room for more rows takes long, as of a disk that hangs")
+        self.log_once.report("growth", f"{self.config.path}: room for rows takes long, as if the disk hangs: see dmesg")
         return True
 
     def _slots_in_use(self) -> set[int]:
