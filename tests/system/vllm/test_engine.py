@@ -181,6 +181,7 @@ GEMMA = {
     "head_dim": 64,
     "sliding_window": 200,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": False,  # or it repeats the prompt's last token
 }
 
 
