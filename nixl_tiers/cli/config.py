@@ -270,6 +270,6 @@ def _shown(name: str, value: Any, field: FieldInfo) -> str:
         return ", ".join(f"{each}: {100 * quota.share:.4g}%" for each, quota in value.items()) or "none"
     if name in ("capacity", "min_free") and isinstance(value, int):
         return f"{schema.format_size(value)} ({value} bytes)"
-    if name == "max_age" or name.endswith("_s"):
+    if name == "max_age" or (name.endswith("_s") and not name.endswith("_per_s")):
         return schema.format_seconds(value)
     return str(value) or "none"

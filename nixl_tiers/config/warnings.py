@@ -21,6 +21,7 @@ from nixl_tiers.config.schema import CpuConfig, FileConfig, S3Config, TiersConfi
 
 # Smaller than a chunk of any model in use.
 LEAST_BYTES: Final = 1 << 20
+_LEAST_PREFILL: Final = 10  # tokens/s; slower is no engine
 _MEMORY_PATHS: Final = (Path("/dev/shm"),)  # noqa: S108 - compared only
 _KERNEL_PATHS: Final = (Path("/proc"), Path("/sys"), Path("/dev"))
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
@@ -43,6 +44,7 @@ def warnings_of(config: TiersConfig) -> list[str]:
         *_bucket_in_endpoint(config),
         *_same_bucket(config),
         *_no_effect(config),
+        *_trial(config),
     ]
 
 
@@ -74,6 +76,11 @@ def _smaller_than_cpu(config: TiersConfig) -> Iterator[str]:
                 f"{format_size(config.cpu.capacity)}, so until a restart all that it holds is in host memory too; "
                 "make it larger"
             )
+
+
+def _trial(config: TiersConfig) -> Iterator[str]:
+    if (speed := config.prefill_tokens_per_s) is not None and speed < _LEAST_PREFILL:
+        yield f"prefill_tokens_per_s: with {speed} every hit is loaded, however slow its tier is: for trials only"
 
 
 def _s3_before_file(config: TiersConfig) -> Iterator[str]:

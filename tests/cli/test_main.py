@@ -34,12 +34,14 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     s3 = 'type: s3, bucket: kv-cache, endpoint: "https://s3.example", capacity: 1TiB, ca_file: /etc/kv/ca.crt'
     disk = f"type: file, path: {tmp_path}/file/kv, capacity: 1Ei, require_mount: true"
     text = f"tiers: [{{type: cpu, capacity: 64}}, {{{disk}}}, {{{s3}, credentials_file: /etc/kv/credentials}}]"
+    text += "\nprefill_tokens_per_s: 39000\nwait_s: 90"
     file = write(tmp_path, text)
     assert cli.main(["config", str(file)]) == cli.BAD_INPUT
     capsys.readouterr()
     assert cli.main(["config", "--elsewhere", str(file)]) == 0
     shown = capsys.readouterr().out
     assert re.findall(r"^warning: (\S+)", shown, re.MULTILINE) == ["tiers[0].capacity:"]
+    assert re.findall(r"^ +(?:prefill_tokens_per_s|wait_s) +(\S+)", shown, re.MULTILINE) == ["90s", "39000"]
     file.write_text(text.replace("1TiB", "1TB/s"))
     assert cli.main(["config", "--elsewhere", str(file)]) == cli.BAD_INPUT
 

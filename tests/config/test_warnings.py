@@ -97,6 +97,8 @@ def test_same_bucket_by_two_endpoints_is_warned_about(one: str | None, other: st
         ((CPU, FILE | {"write": "on_evict"}), {"flush_on_exit_s": "10s"}, ""),
         ((CPU, S3, S3 | {"prefix": "other"}), {"probe_s": 0}, "probe_s: 0 is withdrawn for a bucket and for"),
         ((CPU, FILE), {"probe_s": 0}, ""),
+        ((CPU, FILE), {"prefill_tokens_per_s": 1}, "prefill_tokens_per_s: with 1 every hit is loaded"),
+        ((CPU, FILE), {"prefill_tokens_per_s": 100}, ""),
     ],
 )
 def test_field_without_effect_is_warned_about(

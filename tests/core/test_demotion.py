@@ -10,7 +10,7 @@ from nixl_tiers.base.chunk import Key, Outcome
 from nixl_tiers.base.policies import Write
 from nixl_tiers.core.manager import TierManager
 from nixl_tiers.core.types import Job, Limits, TierSpec
-from tests.support.core import opened, put
+from tests.support.core import opened, put, rows_of
 
 
 def manager(rows: int, writes: Sequence[Write], slots: Sequence[int]) -> TierManager:
@@ -55,6 +55,15 @@ def test_store_never_waits_for_writeback() -> None:
     lost = [key for key in keys(20) if core.where([key])[0] is None]
     assert core.where([keys(20)[-1]])[0] == "cpu"
     assert core.tiers[0].counters.dropped == len(lost) > 0
+
+
+def test_what_only_the_host_has_is_written_when_the_engine_ends() -> None:
+    core = manager(8, (Write.ON_EVICT,), (100,))
+    put(core, keys(6))
+    settle(core)
+    core.writeback.demote(list(core.host.index.values()))
+    settle(core)
+    assert rows_of(core.tiers[0]).keys() == {*keys(6)}
 
 
 def test_victims_that_cannot_be_written_stay() -> None:
