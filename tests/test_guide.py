@@ -52,7 +52,8 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
     file = tmp_path / "tiers.json"
     file.write_text(json.dumps({"tiers": [CPU]}))
     for source in examples(page.read_text()):
-        assert warnings_of(schema.load(source.replace(POINTED, str(file)))) == []
+        warned = warnings_of(schema.load(source.replace(POINTED, str(file))))
+        assert not [each for each in warned if not each.endswith("for trials only")]
 
 
 @pytest.mark.parametrize(
