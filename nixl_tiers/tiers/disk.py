@@ -223,7 +223,7 @@ class FreeSpace:
         self.problem = ""
         if nbytes > 0 and self.spare_bytes < nbytes:
             least = format_size(self._least_bytes)
-            self.problem = f"{self._path} is full: min_free keeps {least} free; lower it or capacity, or make room"
+            self.problem = f"{self._path} is full: min_free keeps {least} of its file system free"
         else:
             self.spare_bytes -= nbytes
         return self.problem
@@ -231,7 +231,7 @@ class FreeSpace:
     @property
     def denials(self) -> Mapping[str, str]:
         """For `StorageTier.denials`."""
-        return {FULL: f"{self.problem}, so rows are evicted to store others"} if self.problem else {}
+        return {FULL: f"{self.problem}, so rows are evicted: make room, or lower min_free"} if self.problem else {}
 
     def measure_again(self) -> None:
         """Files were deleted: ask the file system anew at the next call."""
