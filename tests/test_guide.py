@@ -52,8 +52,9 @@ def test_every_example_is_read_and_not_warned_of(page: Path, tmp_path: Path) -> 
     file = tmp_path / "tiers.json"
     file.write_text(json.dumps({"tiers": [CPU]}))
     for source in examples(page.read_text()):
-        warned = warnings_of(schema.load(source.replace(POINTED, str(file))))
-        assert not [each for each in warned if not each.endswith("for trials only")]
+        trial = ["prefill_tokens_per_s: with 1 every hit is loaded, however slow its tier is: for trials only"]
+        expected = trial * (page.stem == "start" and '"prefill_tokens_per_s": 1,' in source)
+        assert warnings_of(schema.load(source.replace(POINTED, str(file)))) == expected
 
 
 @pytest.mark.parametrize(

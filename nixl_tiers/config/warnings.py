@@ -78,11 +78,6 @@ def _smaller_than_cpu(config: TiersConfig) -> Iterator[str]:
             )
 
 
-def _trial(config: TiersConfig) -> Iterator[str]:
-    if (speed := config.prefill_tokens_per_s) is not None and speed < _LEAST_PREFILL:
-        yield f"prefill_tokens_per_s: with {speed} every hit is loaded, however slow its tier is: for trials only"
-
-
 def _s3_before_file(config: TiersConfig) -> Iterator[str]:
     files = [i for i, tier in enumerate(config.tiers) if isinstance(tier, FileConfig)]
     for i, tier in enumerate(config.tiers):
@@ -160,6 +155,11 @@ def _no_effect(config: TiersConfig) -> Iterator[str]:
 
 
 # --- on this machine -------------------------------------------------------------------------------------------
+
+
+def _trial(config: TiersConfig) -> Iterator[str]:
+    if (speed := config.prefill_tokens_per_s) is not None and speed < _LEAST_PREFILL:
+        yield f"prefill_tokens_per_s: with {speed} every hit is loaded, however slow its tier is: for trials only"
 
 
 def _memory_mounts(config: TiersConfig) -> Iterator[str]:

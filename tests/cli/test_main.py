@@ -34,8 +34,7 @@ def test_file_for_another_machine_is_checked_without_looking_at_this_one(
     s3 = 'type: s3, bucket: kv-cache, endpoint: "https://s3.example", capacity: 1TiB, ca_file: /etc/kv/ca.crt'
     disk = f"type: file, path: {tmp_path}/file/kv, capacity: 1Ei, require_mount: true"
     text = f"tiers: [{{type: cpu, capacity: 64}}, {{{disk}}}, {{{s3}, credentials_file: /etc/kv/credentials}}]"
-    text += "\nprefill_tokens_per_s: 39000\nwait_s: 90"
-    file = write(tmp_path, text)
+    file = write(tmp_path, text + "\nprefill_tokens_per_s: 39000\nwait_s: 90")
     assert cli.main(["config", str(file)]) == cli.BAD_INPUT
     capsys.readouterr()
     assert cli.main(["config", "--elsewhere", str(file)]) == 0

@@ -98,9 +98,6 @@ def test_store_opens_without_a_tier_on_a_hung_mount_and_a_command_says_so(tmp_pa
         assert shown.startswith("the configuration is valid, 1 warning\n")
 
 
-# --- a file tier over several directories ---
-
-
 def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
@@ -117,6 +114,9 @@ def test_s3_may_be_down_at_the_start_and_recovers(monkeypatch: pytest.MonkeyPatc
             assert put(store, KEYS[10:20]) == 10
             assert store.flush(300)
             assert store.stats()["s3"]["rows"] == 10
+
+
+# --- a file tier over several directories ---
 
 
 def opened(*paths: Path) -> TieredStore:

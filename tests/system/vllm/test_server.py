@@ -153,7 +153,7 @@ def counts_hits(server: VllmServer, tmp_path: Path) -> None:
     lines = re.findall(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] nixl_tiers: (\w+ tier|the \w+ tier)", log)
     assert lines == ["cpu tier", "the file tier"]
     assert f"the file tier ({tmp_path / 'kv'}, 256 MiB) is up, 0 rows found" in log
-    assert log.count("nixl_tiers: ") == 3, [line for line in log.splitlines() if "nixl_tiers: " in line]
+    assert [log.count(f"nixl_tiers: {each}") for each in ("", "prefill_tokens_per_s: with 1 ")] == [3, 1], log
 
 
 def idles_without_cpu(server: VllmServer) -> None:
